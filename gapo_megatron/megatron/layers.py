@@ -1,0 +1,143 @@
+"""Transformer layers for machines without Transformer Engine: the torch pieces that Megatron-Core leaves out.
+
+Parameter names follow Transformer Engine's fused layers (`linear_qkv.layer_norm_weight`), so that one weight map and one
+checkpoint serve both.
+"""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+from gapo_megatron.megatron import runtime
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm over the last dimension, replicated over TP ranks.
+
+    The weight carries Megatron's `sequence_parallel` attribute: under sequence parallelism every TP rank sees its own
+    part of the tokens, and `finalize_model_grads` sums the weight's gradients over the TP group.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = norm_weight(config, hidden_size)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Normalise `hidden` [..., hidden_size]."""
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+def norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    """A norm's weight [size] of ones, marked for the gradient sum under sequence parallelism."""
+    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=runtime.device()))
+    weight.sequence_parallel = config.sequence_parallel
+    return weight
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm, then a column-parallel linear: one module with the parameter names of TELayerNormColumnParallelLinear."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = norm_weight(config, input_size)
+
+    def forward(self, hidden: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`hidden` [tokens, 1, input_size] -> [tokens, 1, output_size / TP]."""
+        hidden = F.rms_norm(hidden, self.layer_norm_weight.shape, self.layer_norm_weight, self.config.layernorm_epsilon)
+        return super().forward(hidden, *args, **kwargs)
+
+
+class PackedCausalAttention(torch.nn.Module):
+    """Causal attention inside each sequence of a pack, by `scaled_dot_product_attention`.
+
+    Takes the place of `DotProductAttention`: `packed_seq_params.cu_seqlens_q` [num_sequences + 1] bounds the sequences.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: object,
+    ) -> None:
+        super().__init__()
+        assert config.context_parallel_size == 1, "context parallelism needs another core attention"
+        self.hidden_size = config.kv_channels * config.num_attention_heads // config.tensor_model_parallel_size
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """`query` [tokens, 1, heads, head_dim], `key` and `value` [tokens, 1, kv_heads, head_dim] -> [tokens, 1, hidden]."""
+        assert packed_seq_params is not None, "sequences are always packed"
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        # [1, heads, tokens, head_dim], the layout of scaled_dot_product_attention
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        outputs = [
+            F.scaled_dot_product_attention(
+                query[:, :, start:end],
+                key[:, :, start:end],
+                value[:, :, start:end],
+                is_causal=True,
+                scale=self.softmax_scale,
+                enable_gqa=query.size(1) != key.size(1),
+            )
+            for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+        ]
+        return torch.cat(outputs, dim=2).permute(2, 0, 1, 3).reshape(query.size(2), 1, self.hidden_size)
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec:
+    """The spec of one dense decoder layer."""
+    qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
+    attention = ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=NormColumnParallelLinear,
+            core_attention=PackedCausalAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
+    )
+    mlp = ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear),
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=attention,
+            self_attn_bda=get_bias_dropout_add,
+            mlp=mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    """The spec of this pipeline stage: its layers and the final norm, which Megatron builds on the last stage only."""
+    layer = layer_spec(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)

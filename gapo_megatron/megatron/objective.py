@@ -1,0 +1,93 @@
+"""The objective of one micro-batch, in Megatron's loss contract, and the metrics that come with it.
+
+The contract (`schedules.forward_step_calc_loss` with `calculate_per_token_loss`): a loss function returns the *sum* of its
+micro-batch's loss, its share of the denominator as an integer tensor, and anything to keep. Megatron adds the
+denominators over the step's micro-batches and over data-parallel (and context-parallel) ranks, and divides the summed
+gradients by the total once. So gradients do not depend on how a mini-batch was cut.
+"""
+
+import torch
+
+from gapo_megatron.loss.aggregate import denominator
+from gapo_megatron.loss.config import PolicyLossConfig
+from gapo_megatron.loss.policy_loss import policy_loss
+from gapo_megatron.loss.ratio import sequence_log_ratio_sums
+from gapo_megatron.megatron.batch import MicroBatch
+
+# Sums over a mini-batch, in the order of the vector that is reduced over ranks. `max_abs_log_s` is reduced by MAX.
+METRICS = (
+    "loss",
+    "denominator",
+    "tokens",
+    "clipped_upper",
+    "clipped_lower",
+    "abs_log_s",
+    "max_abs_log_s",
+    "approx_kl",
+    "entropy",
+    "sequences",
+)
+
+
+def micro_batch_objective(
+    batch: MicroBatch, output: torch.Tensor, config: PolicyLossConfig
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Policy loss of one micro-batch on the last stage.
+
+    Args:
+        batch: with old log-probs, advantages and clip widths.
+        output: [2, num_response_tokens], log-probs and entropies (`PolicyModel.forward`).
+        config: of the loss.
+
+    Returns:
+        loss sum, denominator (int), {"sums": [len(METRICS)] fp64}.
+    """
+    assert batch.old_log_probs is not None and batch.advantages is not None and batch.eps_hi is not None
+    log_probs, entropy = output
+    mask = torch.ones_like(batch.labels, dtype=torch.bool)  # response tokens only, by construction
+    log_ratio_sums = sequence_log_ratio_sums(
+        log_probs, batch.old_log_probs, mask, batch.sequence_ids, batch.response_lengths.numel()
+    )
+    result = policy_loss(
+        log_probs,
+        batch.old_log_probs,
+        batch.advantages,
+        mask,
+        batch.sequence_ids,
+        log_ratio_sums / batch.response_lengths.clamp(min=1),
+        batch.eps_hi,
+        batch.response_lengths,
+        config,
+    )
+    count = denominator(mask, batch.response_lengths, config.aggregation)
+    values = {
+        "loss": result.loss_sum,
+        "denominator": count,
+        "tokens": result.tokens,
+        "clipped_upper": result.clipped_upper,
+        "clipped_lower": result.clipped_lower,
+        "abs_log_s": result.abs_log_ratio_sum,
+        "max_abs_log_s": result.abs_log_ratio_max,
+        "approx_kl": result.approx_kl_sum,
+        "entropy": entropy.sum(),
+        "sequences": (batch.response_lengths > 0).sum(),
+    }
+    sums = torch.stack([values[name].detach().double() for name in METRICS])
+    return result.loss_sum, count.int(), {"sums": sums}
+
+
+def summarize(sums: torch.Tensor, maxima: torch.Tensor) -> dict[str, float]:
+    """Mini-batch metrics from the reduced vectors of `METRICS`: means per token (per sequence for |log s|)."""
+    total = dict(zip(METRICS, sums.tolist(), strict=True))
+    tokens = max(total["tokens"], 1.0)
+    return {
+        "policy_loss": total["loss"] / max(total["denominator"], 1.0),
+        "clip_fraction_upper": total["clipped_upper"] / tokens,
+        "clip_fraction_lower": total["clipped_lower"] / tokens,
+        "abs_log_s_mean": total["abs_log_s"] / tokens,
+        "abs_log_s_max": float(maxima[METRICS.index("max_abs_log_s")]),
+        "approx_kl": total["approx_kl"] / tokens,
+        "entropy": total["entropy"] / tokens,
+        "response_tokens": total["tokens"],
+        "sequences": total["sequences"],
+    }

@@ -1,0 +1,153 @@
+"""The device runtime: CUDA with NCCL, or CPU with gloo.
+
+Megatron-Core 0.16 names CUDA unconditionally (`torch.cuda.current_device()`, `device="cuda"`, `Tensor.type() ==
+"torch.cuda.FloatTensor"`). On a machine without CUDA `install_cpu_shim` makes those names mean the CPU. This module is
+the only one that touches global torch state; everything else takes its device from `device()`.
+"""
+
+import functools
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gapo_megatron.megatron.layout import ParallelLayout
+
+# Block-contiguous ranks: [tp, cp, ep, pp] vary fastest and dp slowest, so that the ranks which share one data shard are
+# neighbours. OpenRLHF's RayActorGroup sends chunk i to ranks [i * n, (i + 1) * n) and keeps the first one's answer.
+RANK_ORDER = "tp-cp-ep-pp-dp"
+
+_FACTORIES = (
+    "arange",
+    "as_tensor",
+    "empty",
+    "empty_like",
+    "eye",
+    "full",
+    "linspace",
+    "ones",
+    "ones_like",
+    "rand",
+    "randn",
+    "randint",
+    "tensor",
+    "zeros",
+    "zeros_like",
+)
+
+
+def device() -> torch.device:
+    """The device of this process: its current CUDA device, or the CPU."""
+    if _has_cuda():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def backend() -> str:
+    """The torch.distributed backend that serves `device()`."""
+    return "nccl" if _has_cuda() else "gloo"
+
+
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()
+
+
+def _is_cuda(value: object) -> bool:
+    return value is not None and str(value).startswith("cuda")
+
+
+def _on_cpu(function):
+    """Wrap a tensor factory so that `device="cuda"` makes a CPU tensor."""
+
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+_shim_installed = False
+
+
+def install_cpu_shim() -> None:
+    """Make the names of CUDA mean the CPU in this process. Does nothing where CUDA exists, or on a second call."""
+    global _shim_installed
+    if _has_cuda() or _shim_installed:
+        return
+    _shim_installed = True
+
+    cpu = torch.device("cpu")
+    torch.cuda.current_device = lambda: cpu  # type: ignore[assignment]
+    for name in ("synchronize", "set_device", "empty_cache", "manual_seed", "manual_seed_all", "ipc_collect"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: 0)
+
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+
+    original_type, original_to = torch.Tensor.type, torch.Tensor.to
+
+    def tensor_type(self, dtype=None, *args, **kwargs):
+        if dtype is None:
+            return original_type(self).replace("torch.", "torch.cuda.")
+        return original_type(self, dtype, *args, **kwargs)
+
+    def tensor_to(self, *args, **kwargs):
+        args = tuple("cpu" if isinstance(a, str | torch.device) and _is_cuda(a) else a for a in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return original_to(self, *args, **kwargs)
+
+    torch.Tensor.type = tensor_type  # type: ignore[method-assign]
+    torch.Tensor.to = tensor_to  # type: ignore[method-assign]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    _shim_megatron_rng()
+
+
+def _shim_megatron_rng() -> None:
+    """Activation recompute saves and restores a CUDA generator; the models here draw no random number on a device."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *args, **kwargs: torch.empty(0)
+    random._set_cuda_rng_state = lambda *args, **kwargs: None
+
+
+def initialize(layout: ParallelLayout, timeout_minutes: float = 10.0) -> None:
+    """Join the process group and build Megatron's groups. Rank, world size and address come from the environment.
+
+    Raises:
+        ValueError: `layout.world_size` is not the number of processes.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    install_cpu_shim()
+    timeout = timedelta(minutes=timeout_minutes)
+    if not dist.is_initialized():
+        dist.init_process_group(backend(), timeout=timeout)
+    if dist.get_world_size() != layout.world_size:
+        raise ValueError(f"the layout is for {layout.world_size} ranks, but {dist.get_world_size()} were started")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor_model_parallel_size,
+        pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        expert_model_parallel_size=layout.expert_model_parallel_size,
+        order=RANK_ORDER,
+        create_gloo_process_groups=False,
+        distributed_timeout_minutes=max(1, round(timeout_minutes)),
+    )
+    # Policies are trained without dropout, so the tracker whose fork() is a no-op serves both devices.
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
+
+
+def finalize() -> None:
+    """Leave Megatron's groups and the process group."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,61 @@
+"""The same policy step in one process with transformers and autograd, written from the paper's equations."""
+
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+EPS_LO, EPS_HI_MAX = 3e-3, 5e-3
+
+
+class ReferencePolicy:
+    """A transformers model in fp32 with plain GAPO (eq. 2, 11, 12, 13, token aggregation) and torch's AdamW."""
+
+    def __init__(self, model_path: str, temperature: float = 0.8) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
+        self.temperature = temperature
+
+    def log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[length - 1]."""
+        logits = self.model(tokens[None]).logits[0, :-1] / self.temperature
+        return logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+
+    def loss(self, samples: list[dict[str, Any]], old_log_probs: list[torch.Tensor], group_size: int) -> torch.Tensor:
+        """Token-mean GAPO of the mini-batch; rollouts without response tokens take no part."""
+        total, num_tokens = torch.zeros(()), 0
+        for sample, old in zip(samples, old_log_probs, strict=True):
+            mask = sample["response_mask"]
+            count = int(mask.sum())
+            if count == 0:
+                continue
+            log_ratio = (self.log_probs(sample["tokens"]) - old - sample["noise"])[mask]
+            ratio = log_ratio.mean().exp()  # eq. 13
+            c, k = sample["group_correct"], group_size
+            advantage = sample["correct"] - c / k  # eq. 2
+            eps_hi = EPS_LO + (EPS_HI_MAX - EPS_LO) * (k - c) / (k - 1) if sample["correct"] else EPS_LO  # eq. 11
+            clipped = ratio.clamp(1 - EPS_LO, 1 + eps_hi)
+            total = total + count * torch.maximum(-advantage * ratio, -advantage * clipped)  # eq. 12
+            num_tokens += count
+        return total / num_tokens
+
+    def gradients(self, *args: Any) -> dict[str, torch.Tensor]:
+        """Of `loss`, by parameter name."""
+        self.model.zero_grad()
+        self.loss(*args).backward()
+        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+
+    def train(self, steps: int, settings: Any, *args: Any) -> dict[str, torch.Tensor]:
+        """Parameters after `steps` of AdamW; biases and norms are not decayed."""
+        matrices = [p for p in self.model.parameters() if p.dim() > 1]
+        vectors = [p for p in self.model.parameters() if p.dim() == 1]
+        optimizer = torch.optim.AdamW(
+            [dict(params=matrices, weight_decay=settings.weight_decay), dict(params=vectors, weight_decay=0.0)],
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+        )
+        for _ in range(steps):
+            self.gradients(*args)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_norm)
+            optimizer.step()
+        return {name: p.detach().clone() for name, p in self.model.named_parameters()}

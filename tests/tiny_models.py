@@ -1,0 +1,47 @@
+"""Tiny random models of each family, saved as ordinary Hugging Face folders."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+
+SHAPE = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=251,  # a prime: no tensor-parallel size divides it
+    max_position_embeddings=512,
+)
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
+    "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
+    "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
+    "qwen2-untied": Qwen2Config(**SHAPE, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False),
+    "mistral": MistralConfig(**SHAPE, head_dim=16, sliding_window=None, tie_word_embeddings=False),
+}
+
+
+def save_tiny_model(folder: Path, name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> str:
+    """Write the model `name` of `CONFIGS` with random weights, norms and biases included; returns the folder."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # Larger than a fresh initialization, so that every parameter's gradient is well above rounding.
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 and parameter.mean() == 1 else 0.1 * noise)
+    path = folder / f"{name}-{str(dtype).removeprefix('torch.')}-{seed}"
+    model.to(dtype).save_pretrained(path)
+    return str(path)
