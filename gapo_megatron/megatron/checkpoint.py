@@ -6,12 +6,14 @@ whole. It may be loaded under another layout: Megatron stores tensors by their g
 
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gapo_megatron.megatron.engine import PolicyEngine
 
@@ -56,6 +58,7 @@ def load(engine: PolicyEngine, folder: str) -> dict[str, Any]:
     target = Path(folder) / latest.read_text().strip() if latest.exists() else None
     if target is None or not target.is_dir():
         raise ValueError(f"--ckpt.path: {folder} holds no whole checkpoint; start without --ckpt.load_enable")
+    _prepare_torch_optimizers(engine)
     state = dist_checkpointing.load(_state(engine, is_loading=True), str(target))
     engine.model.load_state_dict(state["model"])
     engine.optimizer.load_state_dict(state["optimizer"])
@@ -65,13 +68,44 @@ def load(engine: PolicyEngine, folder: str) -> dict[str, Any]:
 
 def _state(engine: PolicyEngine, is_loading: bool) -> dict[str, Any]:
     metadata = {
-        "distrib_optim_sharding_type": "fully_sharded_model_space",
+        "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
     }
     model = engine.model.sharded_state_dict(metadata=metadata)
     optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer, "scheduler": engine.scheduler.state_dict()}
+
+
+def _prepare_torch_optimizers(engine: PolicyEngine) -> None:
+    """Let Megatron load into torch's AdamW, which it uses where Transformer Engine and Apex are absent.
+
+    Its loader describes what it wants by the optimizer's present state, which a fresh torch optimizer lacks, and does not
+    expect the step count that torch keeps beside the moments.
+    """
+    for distributed in engine.optimizer.chained_optimizers:
+        inner = distributed.optimizer
+        if not isinstance(inner, torch.optim.AdamW):
+            continue
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            if not inner.state[parameter]:
+                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                inner.state[parameter].update(step=torch.zeros(()), **moments)
+        distributed._set_main_param_and_optimizer_states = partial(_set_parameter_state, distributed)
+
+
+def _set_parameter_state(distributed: DistributedOptimizer, model_param: torch.Tensor, tensors: dict) -> None:
+    """Copy a parameter's master and moments; its step count is Megatron's, as a tensor of its own.
+
+    Megatron puts one step tensor into every parameter's state, and torch would count it up once for each of them.
+    """
+    group, index = distributed.model_param_group_index_map[model_param]
+    main_param = distributed.optimizer.param_groups[group]["params"][index]
+    state = distributed.optimizer.state[main_param]
+    state["step"] = state["step"].clone()
+    main_param.data.copy_(tensors["param"])
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name].copy_(tensors[name])
 
 
 def _write_latest(folder: Path, tag: str) -> None:

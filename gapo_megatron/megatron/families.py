@@ -52,7 +52,6 @@ READ = frozenset(
         "num_attention_heads",
         "num_key_value_heads",
         "head_dim",
-        "hidden_act",
         "rms_norm_eps",
         "vocab_size",
         "tie_word_embeddings",
@@ -106,13 +105,13 @@ def family_of(hf_config: Any) -> Family:
             f"--actor.backend megatron; use one of {', '.join(sorted(FAMILIES))}, or --actor.backend deepspeed"
         )
     fields = hf_config.to_dict()
-    for name, value in family.required:
+    for name, value in (("hidden_act", "silu"), *family.required):
         if fields.get(name, value) != value:
             raise ValueError(
                 f"--actor.model_name_or_path: {hf_config.model_type} with {name}={fields[name]!r} is not supported by "
                 f"--actor.backend megatron (only {name}={value!r})"
             )
-    known = READ | WITHOUT_EFFECT | family.ignored | {name for name, _ in family.required}
+    known = READ | WITHOUT_EFFECT | family.ignored | {"hidden_act"} | {name for name, _ in family.required}
     if isinstance(family.attention_bias, str):
         known |= {family.attention_bias}
     unknown = sorted(set(fields) - known)

@@ -55,9 +55,12 @@ def build_optimizer(
     model: DistributedDataParallel, settings: OptimizerSettings, params_dtype: torch.dtype
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """The distributed optimizer over `model`, and its schedule. Weights must be loaded before: masters copy them."""
+    style, warmup, minimum = SCHEDULES[settings.schedule]
+    min_lr = settings.lr * settings.min_lr_ratio if minimum else 0.0
     config = OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
+        min_lr=min_lr,
         weight_decay=settings.weight_decay,
         adam_beta1=settings.betas[0],
         adam_beta2=settings.betas[1],
@@ -68,13 +71,12 @@ def build_optimizer(
         use_distributed_optimizer=True,
     )
     optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
-    style, warmup, minimum = SCHEDULES[settings.schedule]
     total = max(2, settings.total_steps)
     scheduler = OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
-        min_lr=settings.lr * settings.min_lr_ratio if minimum else 0.0,
+        min_lr=min_lr,
         lr_warmup_steps=min(total - 1, -int(-total * settings.warmup_ratio // 1)) if warmup else 0,
         lr_decay_steps=total,
         lr_decay_style=style,

@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
-from transformers.activations import ACT2FN
 
 from gapo_megatron.megatron import runtime
 from gapo_megatron.megatron.families import attention_bias, family_of, head_dim
@@ -38,7 +38,7 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=hf_config.rms_norm_eps,
         gated_linear_unit=True,
-        activation_func=ACT2FN[hf_config.hidden_act],
+        activation_func=F.silu,
         add_bias_linear=False,
         add_qkv_bias=attention_bias(hf_config),
         qk_layernorm=family.qk_layernorm,

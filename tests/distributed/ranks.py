@@ -24,8 +24,10 @@ class RankPool:
         """Results by rank. `function` must be importable; raises RuntimeError with the first failing rank's traceback."""
         while len(self._workers) < world_size:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            # Not a daemon: Megatron's checkpoint writer starts processes of its own. `_serve` ends with our pipe.
+            process = self._context.Process(target=_serve, args=(theirs,))
             process.start()
+            theirs.close()
             self._workers.append((process, ours))
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
@@ -53,7 +55,10 @@ def _serve(pipe: Any) -> None:
 
     torch.set_num_threads(1)
     while True:
-        rank, world_size, port, function, args = pipe.recv()
+        try:
+            rank, world_size, port, function, args = pipe.recv()
+        except EOFError:
+            return
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
         try:
             pipe.send((function(*args), None))
