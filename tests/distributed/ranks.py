@@ -45,7 +45,10 @@ class RankPool:
 
     def close(self) -> None:
         """End the workers; the next `run` starts new ones."""
+        for _, pipe in self._workers:
+            pipe.close()  # `_serve` returns, and with it goes what a worker has started
         for process, _ in self._workers:
+            process.join(timeout=10)
             process.kill()
         self._workers.clear()
 
