@@ -26,6 +26,8 @@ LLAMA3_ROPE = dict(
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(**SHAPE, tie_word_embeddings=False),
     "llama-tied": LlamaConfig(**SHAPE, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
+    # vLLM's CPU attention takes heads of 32 and more.
+    "llama-wide-heads": LlamaConfig(**SHAPE, head_dim=32, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen2-untied": Qwen2Config(**SHAPE, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False),
@@ -45,3 +47,27 @@ def save_tiny_model(folder: Path, name: str, dtype: torch.dtype = torch.float32,
     path = folder / f"{name}-{str(dtype).removeprefix('torch.')}-{seed}"
     model.to(dtype).save_pretrained(path)
     return str(path)
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<s>' + message['role'] + ':' + message['content'] + '</s>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<s>assistant:' }}{% endif %}"
+)
+
+
+def save_tiny_policy(folder: Path, name: str = "llama-wide-heads", dtype: torch.dtype = torch.bfloat16) -> str:
+    """A tiny model with a byte-level tokenizer and a chat template, fit for vLLM and for OpenRLHF's command."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[: SHAPE["vocab_size"] - 2]
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="</s>", chat_template=CHAT_TEMPLATE
+    )
+    path = save_tiny_model(folder, name, dtype)
+    fast.save_pretrained(path)
+    return path

@@ -60,19 +60,15 @@ READ = frozenset(
     }
 )
 
-# Of generation, of tokenization, of bookkeeping, or of initialization: no effect on a loaded policy's log-probs.
+# Of generation, of bookkeeping, or of initialization: no effect on a loaded policy's log-probs. Nor have private fields and
+# token ids.
 WITHOUT_EFFECT = frozenset(
     {
-        "_name_or_path",
-        "_attn_implementation",
-        "_experts_implementation",
         "architectures",
         "attention_dropout",
         "auto_map",
-        "bos_token_id",
         "chunk_size_feed_forward",
         "dtype",
-        "eos_token_id",
         "id2label",
         "initializer_range",
         "is_encoder_decoder",
@@ -80,7 +76,6 @@ WITHOUT_EFFECT = frozenset(
         "label2id",
         "output_attentions",
         "output_hidden_states",
-        "pad_token_id",
         "problem_type",
         "return_dict",
         "rope_interleaved",
@@ -114,7 +109,7 @@ def family_of(hf_config: Any) -> Family:
     known = READ | WITHOUT_EFFECT | family.ignored | {"hidden_act"} | {name for name, _ in family.required}
     if isinstance(family.attention_bias, str):
         known |= {family.attention_bias}
-    unknown = sorted(set(fields) - known)
+    unknown = sorted(f for f in set(fields) - known if not f.startswith("_") and not f.endswith("_token_id"))
     if unknown:
         raise ValueError(
             f"--actor.model_name_or_path: the configuration of this {hf_config.model_type} model has fields that "

@@ -13,9 +13,9 @@ from tqdm import tqdm
 
 from gapo_megatron.megatron import checkpoint, runtime
 from gapo_megatron.megatron.batch import Rollout
-from gapo_megatron.megatron.engine import EngineConfig, PolicyEngine
-from gapo_megatron.megatron.optimizer import OptimizerSettings
+from gapo_megatron.megatron.engine import PolicyEngine
 from gapo_megatron.megatron.weights import hf_folder
+from gapo_megatron.openrlhf.engine_config import engine_config
 from gapo_megatron.openrlhf.rollouts import (
     mini_batches,
     padded_log_probs,
@@ -71,9 +71,16 @@ class MegatronPolicyActor(BaseModelActor):
         return [self.append(experience) for experience in data["experience"]]
 
     def forward(
-        self, sequences: list[torch.Tensor], action_mask: list[torch.Tensor], attention_mask: list[torch.Tensor]
+        self,
+        sequences: list[torch.Tensor],
+        action_mask: list[torch.Tensor],
+        attention_mask: list[torch.Tensor],
+        mm_train_inputs_list: list | None = None,
     ) -> list[torch.Tensor]:
-        """Log-probs of the policy that generated the rollouts: for each batch [batch, length - 1] on the CPU."""
+        """Log-probs of the policy that generated the rollouts: for each batch [batch, length - 1] on the CPU.
+
+        `mm_train_inputs_list` holds nothing for text, the only input that `arguments.resolve` lets through.
+        """
         batches = [rollouts_of_batch(*batch) for batch in zip(sequences, action_mask, attention_mask, strict=True)]
         rollouts = [rollout for batch in batches for rollout in batch]
         log_probs: list[torch.Tensor] = []
@@ -143,26 +150,3 @@ class MegatronPolicyActor(BaseModelActor):
     def get_checkpoint_states(self) -> dict[str, Any]:
         """The client state of the checkpoint that was loaded."""
         return self.checkpoint_states
-
-
-def engine_config(args: Any, max_steps: int) -> EngineConfig:
-    """OpenRLHF's arguments -> the engine's configuration."""
-    return EngineConfig(
-        layout=args.megatron_layout,
-        params_dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[args.megatron.params_dtype],
-        temperature=args.rollout.temperature,
-        max_tokens=args.train.max_tokens_per_gpu,
-        recompute=args.actor.gradient_checkpointing_enable,
-        loss=args.policy_loss_config,
-        optimizer=OptimizerSettings(
-            lr=args.actor.adam.lr,
-            betas=tuple(args.actor.adam.betas),
-            eps=args.actor.adam.eps,
-            weight_decay=args.actor.adam.weight_decay,
-            max_norm=args.actor.max_norm,
-            schedule=args.actor.lr_scheduler,
-            warmup_ratio=args.actor.lr_warmup_ratio,
-            min_lr_ratio=args.actor.min_lr_ratio,
-            total_steps=max_steps,
-        ),
-    )

@@ -92,9 +92,7 @@ def reference(
         width = eps_hi(sequence.reward, c, k, eps_lo, eps_hi_max, schedule)
         widths.append(width)
         advantages.append(a)
-        log_ratios = [
-            Dual(new - old, {(i, t): 1.0}) for t, (new, old, inside) in enumerate(sequence.tokens) if inside
-        ]
+        log_ratios = [Dual(new - old, {(i, t): 1.0}) for t, (new, old, inside) in enumerate(sequence.tokens) if inside]
         if level == "sequence" and log_ratios:  # eq. 13: the same s_i for every token
             mean = sum(log_ratios, Dual(0.0)).scaled(1 / len(log_ratios))
             log_ratios = [mean] * len(log_ratios)

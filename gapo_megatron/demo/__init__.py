@@ -1,0 +1,1 @@
+"""The demo: real model, real task, real training on two CPU cores."""

@@ -1,0 +1,87 @@
+"""What a vLLM engine of OpenRLHF gains: weight transfer, a weight version on every rollout, and arguments for the CPU."""
+
+import os
+from typing import Any
+
+import torch
+
+VERSION_KEY = "weight_version"
+
+
+class WeightTransferMixin:
+    """Base of OpenRLHF's `RolloutRayActor`; `self.llm` is its vLLM AsyncLLM.
+
+    Between `start_weight_update` and `finish_weight_update` the model is not whole, and `check_servable` raises. That also
+    holds after a transfer that failed half-way, until another one succeeds.
+    """
+
+    llm: Any
+    _weight_version = 0
+    _whole = True
+
+    async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have the engine's workers join the trainer's transfer group."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    async def start_weight_update(self) -> None:
+        """Begin an update, also after one that was abandoned."""
+        if not self._whole:
+            await self.llm.collective_rpc(_abandon_update)
+        self._whole = False
+        await self.llm.start_weight_update()
+
+    async def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive one stream of weights."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Serve the new weights as `version`; keys and values of the old ones are dropped."""
+        await self.llm.finish_weight_update(str(version))
+        await self.llm.reset_prefix_cache()
+        self._weight_version = version
+        self._whole = True
+
+    async def weight_version(self) -> int:
+        """The version of the weights that are served; 0 for those of the model's folder."""
+        return self._weight_version
+
+
+def _abandon_update(worker: Any) -> None:
+    worker._weight_update_active = False
+
+
+def check_servable(engine: WeightTransferMixin) -> None:
+    """Refuse to generate from a model that is not whole.
+
+    Raises:
+        RuntimeError: an update has started and not finished.
+    """
+    if not engine._whole:
+        raise RuntimeError(
+            f"the weights after version {engine._weight_version} did not arrive whole; nothing is generated from them"
+        )
+
+
+def stamp(engine: WeightTransferMixin, responses: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put the engine's weight version into each response; it travels on in `Experience.info["weight_version"]`."""
+    for response in responses:
+        response["extra_logs"] = {**(response.get("extra_logs") or {}), VERSION_KEY: engine._weight_version}
+    return responses
+
+
+def engine_kwargs(actor_kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a vLLM engine: with weight transfer configured, and fit for the CPU where there is no CUDA."""
+    if torch.cuda.is_available():
+        return {**actor_kwargs, "weight_transfer_config": {"backend": "nccl"}}
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
+    cores = sorted(os.sched_getaffinity(0))
+    # vLLM's default leaves cores to a serving front end; rollouts want them all.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+    kwargs = {**actor_kwargs, "weight_transfer_config": {"backend": "gloo"}}
+    # On the CPU it is a share of the machine's memory, checked against what is free; VLLM_CPU_KVCACHE_SPACE decides.
+    kwargs.pop("gpu_memory_utilization", None)
+    return kwargs

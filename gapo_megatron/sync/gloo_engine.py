@@ -1,0 +1,241 @@
+"""vLLM's weight transfer over gloo, for machines without NCCL.
+
+Both ends of vLLM's weight-transfer API: the worker's engine and the trainer's. The trainer's rank 0 packs full tensors into
+byte buckets and broadcasts them to the workers of every vLLM engine; both ends cut the buckets from the same metadata.
+Each bucket is followed by its CRC-32, so that a half-written or garbled model never passes for a whole one.
+"""
+
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from vllm.distributed.weight_transfer.base import (
+    ParamMeta,
+    TrainerInitInfo,
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+
+@dataclass
+class GlooInitInfo(WeightTransferInitInfo):
+    """What a worker needs to join. `rank_offset` is the group rank of its vLLM engine's first worker."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    bucket_bytes: int
+    timeout_seconds: float
+
+
+@dataclass
+class GlooUpdateInfo(WeightTransferUpdateInfo):
+    """The stream of one update, in order."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+
+@dataclass
+class GlooTrainerInitInfo(TrainerInitInfo):
+    """The trainer's side. `world_size` counts the sender and every vLLM worker."""
+
+    backend: ClassVar[str] = "gloo"
+
+    master_address: str
+    world_size: int
+    bucket_bytes: int
+    timeout_seconds: float
+
+
+def join_group(store: dist.TCPStore, rank: int, world_size: int, timeout_seconds: float) -> dist.ProcessGroupGloo:
+    """A gloo group beside torch.distributed's default one. Its operations fail after `timeout_seconds`."""
+    timeout = timedelta(seconds=timeout_seconds)
+    return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world_size, timeout)
+
+
+def broadcast(group: dist.ProcessGroupGloo, tensor: torch.Tensor) -> None:
+    """Broadcast `tensor` from rank 0, in place."""
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    group.broadcast([tensor], options).wait()
+
+
+def buckets(metadata: list[ParamMeta], bucket_bytes: int) -> Iterator[list[ParamMeta]]:
+    """Consecutive tensors of at most `bucket_bytes` together; a larger tensor has a bucket of its own."""
+    bucket: list[ParamMeta] = []
+    size = 0
+    for meta in metadata:
+        if bucket and size + num_bytes(meta) > bucket_bytes:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(meta)
+        size += num_bytes(meta)
+    if bucket:
+        yield bucket
+
+
+def num_bytes(meta: ParamMeta) -> int:
+    """Size of a tensor on the wire."""
+    return torch.Size(meta.shape).numel() * meta.dtype.itemsize
+
+
+def checksum(data: torch.Tensor) -> torch.Tensor:
+    """CRC-32 of a byte tensor, as an int64 tensor [1]."""
+    return torch.tensor([zlib.crc32(data.numpy())])
+
+
+class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
+    """A vLLM worker's end: receives buckets and loads them by vLLM's layerwise reload."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Join the trainer's group."""
+        timeout = timedelta(seconds=init_info.timeout_seconds)
+        store = dist.TCPStore(init_info.master_address, init_info.master_port, is_master=False, timeout=timeout)
+        rank = init_info.rank_offset + self.parallel_config.rank
+        self._rank, self._bucket_bytes = rank, init_info.bucket_bytes
+        self._group = join_group(store, rank, init_info.world_size, init_info.timeout_seconds)
+
+    def start_weight_update(self) -> None:
+        """Prepare the model for checkpoint-format weights."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def finish_weight_update(self) -> None:
+        """Process what the layers still hold."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive one update. Unlike the base class, without synchronizing an accelerator."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        """Receive and load every bucket.
+
+        Raises:
+            RuntimeError: a bucket whose checksum is wrong, named by its first tensor.
+        """
+        columns = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        metadata = [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in columns]
+        for bucket in buckets(metadata, self._bucket_bytes):
+            # A fresh buffer each time: a layer keeps its tensors until it has all of them.
+            data = torch.empty(sum(map(num_bytes, bucket)), dtype=torch.uint8)
+            expected = torch.empty(1, dtype=torch.int64)
+            broadcast(self._group, data)
+            broadcast(self._group, expected)
+            if not torch.equal(checksum(data), expected):
+                raise RuntimeError(
+                    f"weight transfer, worker rank {self._rank}: the checksum of the bucket that starts with "
+                    f"{bucket[0].name} is wrong"
+                )
+            parts = data.split([num_bytes(meta) for meta in bucket])
+            self.model.load_weights(
+                [(m.name, part.view(m.dtype).view(m.shape)) for m, part in zip(bucket, parts, strict=True)]
+            )
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+
+class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
+    """The trainer's end. Rank 0 sends; other ranks iterate the source to join its collectives."""
+
+    init_info_cls = GlooTrainerInitInfo
+
+    def __init__(self, init_info: GlooTrainerInitInfo, client: VLLMWeightSyncClient, source: WeightSource) -> None:
+        super().__init__(client=client, source=source, is_sender=init_info.is_sender)
+        self.source: WeightSource = source
+        self.init_info = init_info
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> "GlooTrainerEngine":
+        """Open the endpoint on the sender, and have every worker join it."""
+        if source is None:
+            raise ValueError("weight transfer over gloo needs a WeightSource")
+        engine = cls(init_info, client, source)
+        if engine.is_sender:
+            engine._rendezvous()
+        return engine
+
+    def _rendezvous(self) -> None:
+        info = self.init_info
+        timeout = timedelta(seconds=info.timeout_seconds)
+        # Port 0: the store binds a free one, and no other process can take it in between.
+        self._store = dist.TCPStore(info.master_address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        worker = GlooInitInfo(
+            master_address=info.master_address,
+            master_port=self._store.port,
+            rank_offset=1,
+            world_size=info.world_size,
+            bucket_bytes=info.bucket_bytes,
+            timeout_seconds=info.timeout_seconds,
+        )
+        with ThreadPoolExecutor(max_workers=1) as executor:
+            joined = executor.submit(self.client.init_weight_transfer_engine, asdict(worker))
+            self._group = join_group(self._store, 0, info.world_size, info.timeout_seconds)
+            joined.result()
+
+    def send_weights(self) -> None:
+        """Send one whole update.
+
+        Raises:
+            RuntimeError: what failed first, on the workers or on the wire.
+        """
+        if not self.is_sender:
+            for _ in self.source:
+                pass
+            return
+        metadata = self.source.metadata()
+        update = GlooUpdateInfo(
+            names=[m.name for m in metadata],
+            dtype_names=[str(m.dtype).removeprefix("torch.") for m in metadata],
+            shapes=[list(m.shape) for m in metadata],
+        )
+        self.client.start_weight_update()
+        executor = ThreadPoolExecutor(max_workers=1)
+        received = executor.submit(self.client.update_weights, asdict(update))
+        try:
+            self._send_buckets(metadata)
+        except RuntimeError as error:
+            # The workers' own words are worth more than "connection closed by peer".
+            cause = received.exception() if received.done() else None
+            raise RuntimeError(f"weight transfer failed: {cause or error}") from error
+        finally:
+            executor.shutdown(wait=False)
+        received.result()
+        self.client.finish_weight_update()
+
+    def _send_buckets(self, metadata: list[ParamMeta]) -> None:
+        stream = iter(self.source)
+        for bucket in buckets(metadata, self.init_info.bucket_bytes):
+            parts = []
+            for meta in bucket:
+                name, tensor = next(stream)
+                if (name, tensor.dtype, tuple(tensor.shape)) != (meta.name, meta.dtype, tuple(meta.shape)):
+                    raise RuntimeError(f"the weight source yielded {name}, but its metadata says {meta}")
+                parts.append(tensor.detach().cpu().contiguous().flatten().view(torch.uint8))
+            data = torch.cat(parts)
+            broadcast(self._group, data)
+            broadcast(self._group, checksum(data))
+        if (extra := next(stream, None)) is not None:
+            raise RuntimeError(f"the weight source yielded {extra[0]}, which its metadata lacks")

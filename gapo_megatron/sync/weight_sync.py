@@ -1,0 +1,125 @@
+"""The trainer's weights to every vLLM engine, through vLLM's weight-transfer API."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightSource
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+from gapo_megatron.sync import plugin
+from gapo_megatron.sync.gloo_engine import GlooTrainerInitInfo
+
+
+class RayEngines:
+    """vLLM's `VLLMWeightSyncClient` protocol over Ray handles of `openrlhf.rollout.WeightTransferMixin` actors.
+
+    Every call goes to all engines and waits for all of them, for `timeout_seconds` at most.
+    """
+
+    def __init__(self, handles: Sequence[Any], workers_per_engine: int, timeout_seconds: float) -> None:
+        self.handles = list(handles)
+        self.workers_per_engine = workers_per_engine
+        self.timeout_seconds = timeout_seconds
+        self.version = 0
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Have each engine's workers join, at their own ranks of the group."""
+        first = init_info["rank_offset"]
+        infos = [
+            {**init_info, "rank_offset": first + i * self.workers_per_engine} for i in range(len(self.handles))
+        ]
+        self._wait(
+            "init_weight_transfer_engine",
+            [h.init_weight_transfer_engine.remote(info) for h, info in zip(self.handles, infos, strict=True)],
+        )
+
+    def start_weight_update(self) -> None:
+        """From here on the engines refuse to generate."""
+        self._wait("start_weight_update", [h.start_weight_update.remote() for h in self.handles])
+
+    def update_weights(self, update_info: Any) -> None:
+        """Receive one stream of weights."""
+        self._wait("update_weights", [h.update_weights.remote(update_info) for h in self.handles])
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """The weights are whole: serve them, as `version`."""
+        self._wait("finish_weight_update", [h.finish_weight_update.remote(self.version) for h in self.handles])
+
+    def _wait(self, what: str, references: list[Any]) -> None:
+        try:
+            ray.get(references, timeout=self.timeout_seconds)
+        except ray.exceptions.GetTimeoutError as error:
+            raise RuntimeError(f"vLLM did not answer {what} within {self.timeout_seconds:.0f} s") from error
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(f"vLLM failed in {what}: {error}") from error
+
+
+class WeightSync:
+    """Weight transfer of one trainer. Constructed, and `send` called, on every trainer rank in lockstep.
+
+    Args:
+        source: of full, Hugging Face-named tensors; real ones on rank 0.
+        engines: Ray handles of the vLLM engines.
+        rank: of this trainer process; 0 sends.
+        workers_per_engine: vLLM's tensor-parallel size.
+        bucket_mb: bytes in flight at one time, in MiB.
+        timeout_seconds: after which anything that has not answered is an error.
+
+    Raises:
+        RuntimeError: an engine that fails or does not answer.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        engines: Sequence[Any],
+        rank: int,
+        workers_per_engine: int = 1,
+        bucket_mb: int = 256,
+        timeout_seconds: float = 600.0,
+    ) -> None:
+        plugin.register()
+        self._client = RayEngines(engines, workers_per_engine, timeout_seconds)
+        self._engine = WeightTransferTrainerFactory.trainer_init(
+            _init_info(rank, 1 + len(engines) * workers_per_engine, bucket_mb << 20, timeout_seconds),
+            client=self._client,
+            source=source,
+        )
+
+    def send(self, version: int) -> None:
+        """Send all weights; the engines serve them under `version` once they are whole."""
+        self._client.version = version
+        self._engine.send_weights()
+
+
+def _init_info(rank: int, world_size: int, bucket_bytes: int, timeout_seconds: float) -> TrainerInitInfo:
+    """Of vLLM's NCCL engine where there is CUDA, else of the gloo engine."""
+    address = ray.util.get_node_ip_address()
+    if not torch.cuda.is_available():
+        return GlooTrainerInitInfo(
+            rank=rank,
+            master_address=address,
+            world_size=world_size,
+            bucket_bytes=bucket_bytes,
+            timeout_seconds=timeout_seconds,
+        )
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+    return NCCLTrainerInitInfo(
+        rank=rank,
+        master_address=address,
+        master_port=_free_port(),
+        world_size=world_size,
+        packed=True,
+        packed_buffer_size_bytes=bucket_bytes,
+    )
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        return sock.getsockname()[1]

@@ -1,0 +1,308 @@
+"""Our options on OpenRLHF's real parser: what they resolve to, and what is refused.
+
+The parser is the installed one. It is built under `if __name__ == "__main__"`, so the statements that build it are taken
+from there and run.
+"""
+
+import argparse
+import ast
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from datetime import datetime
+from types import SimpleNamespace
+
+import pytest
+from transformers import GPT2Config, LlamaConfig
+
+from gapo_megatron.loss.config import PolicyLossConfig
+from gapo_megatron.openrlhf import unsupported
+from gapo_megatron.openrlhf.arguments import add_arguments, resolve
+
+GAPO = "--policy_loss gapo --algo.advantage.estimator dr_grpo --rollout.n_samples_per_prompt 8"
+MEGATRON = (
+    "--actor.backend megatron --actor.num_gpus_per_node 6 --algo.kl.init_coef 0 --reward.remote_url reward.py "
+    "--vllm.num_engines 1"
+)
+
+
+def _openrlhf_folder() -> str:
+    (folder,) = importlib.util.find_spec("openrlhf").submodule_search_locations
+    return folder
+
+
+def openrlhf_parser() -> argparse.ArgumentParser:
+    """OpenRLHF's parser without our options, whether or not its file is patched."""
+    path = os.path.join(_openrlhf_folder(), "cli", "train_ppo_ray.py")
+    with open(path, encoding="utf-8") as file:
+        main = next(node for node in ast.parse(file.read()).body if isinstance(node, ast.If))
+    build = []
+    for statement in main.body:
+        source = ast.unparse(statement)
+        if "parse_args" in source:
+            break
+        if "gapo_megatron" not in source and "add_arguments(" not in source:
+            build.append(statement)
+    names = {"argparse": argparse, "datetime": datetime}
+    exec(compile(ast.Module(build, []), path, "exec"), names)
+    return names["parser"]
+
+
+@pytest.fixture(scope="session")
+def hierarchize() -> Callable[[argparse.Namespace], SimpleNamespace]:
+    """`openrlhf.utils.config.hierarchize`, from its file: importing its package imports DeepSpeed."""
+    path = os.path.join(_openrlhf_folder(), "utils", "config.py")
+    spec = importlib.util.spec_from_file_location("openrlhf_config", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.hierarchize
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> str:
+    """Folder of a configuration with SmolLM2's shape."""
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaConfig(
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        vocab_size=49152,
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def parse(hierarchize, model) -> Callable[[str], SimpleNamespace]:
+    def parse(line: str) -> SimpleNamespace:
+        parser = openrlhf_parser()
+        add_arguments(parser)
+        args = hierarchize(parser.parse_args(["--actor.model_name_or_path", model, *line.split()]))
+        resolve(args, parser)
+        return args
+
+    return parse
+
+
+@pytest.fixture
+def refusal(parse, capsys) -> Callable[[str], str]:
+    """The sentence with which a command line is refused."""
+
+    def refusal(line: str) -> str:
+        with pytest.raises(SystemExit) as exit:
+            parse(line)
+        assert exit.value.code == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert "usage" not in err
+        assert err.count("\n") == 1
+        return err
+
+    return refusal
+
+
+def test_without_our_flags_openrlhfs_arguments_are_what_they_were(parse, hierarchize, model):
+    line = "--actor.policy_loss_type gspo --actor.eps_clip 0.1"
+    theirs = vars(hierarchize(openrlhf_parser().parse_args(["--actor.model_name_or_path", model, *line.split()])))
+    ours = vars(parse(line))
+    assert ours["policy_loss_config"] is None
+    assert ours["megatron_layout"] is None
+    ours["actor"].__dict__.pop("backend")
+    assert {name: ours[name] for name in theirs} == theirs
+
+
+def test_the_default_policy_loss_is_still_openrlhfs_ppo(parse):
+    args = parse("")
+    assert args.actor.policy_loss_type == "ppo"
+    assert args.policy_loss_config is None
+
+
+@pytest.mark.parametrize("flag", ["--policy_loss", "--actor.policy_loss_type"])
+def test_two_flags_give_the_papers_gapo(parse, flag):
+    args = parse(f"{GAPO.replace('--policy_loss', flag)} --eps_hi_max 5e-3")
+    assert args.actor.policy_loss_type == "gapo"
+    assert args.policy_loss_config == PolicyLossConfig("sequence", 3e-3, 5e-3, "linear", "token-mean", None, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (f"{GAPO} --importance_level token", PolicyLossConfig("token", 0.2, 0.28)),
+        (f"{GAPO} --eps_lo 7e-5 --eps_hi_max 3e-4", PolicyLossConfig("sequence", 7e-5, 3e-4)),
+        (f"{GAPO} --clip_schedule exponential", PolicyLossConfig(clip_schedule="exponential")),
+        (f"{GAPO} --clip_schedule fixed", PolicyLossConfig(clip_schedule="fixed")),
+        (f"{GAPO} --correct_threshold 0.9", PolicyLossConfig(correct_threshold=0.9)),
+        (f"{GAPO} --actor.dual_clip 3", PolicyLossConfig(dual_clip=3.0)),
+        (f"{GAPO} --actor.loss_agg_mode seq-mean-token-mean", PolicyLossConfig(aggregation="seq-mean-token-mean")),
+        (
+            "--policy_loss gspo --eps_lo 3e-3 --eps_hi_max 4e-3",
+            PolicyLossConfig("sequence", 3e-3, 4e-3, "fixed", "seq-mean-token-mean"),
+        ),
+        ("--policy_loss ppo --eps_hi_max 0.28", PolicyLossConfig("token", 0.2, 0.28, "fixed")),
+        (
+            f"{MEGATRON} --algo.advantage.estimator group_norm --actor.eps_clip 0.1",
+            PolicyLossConfig("token", 0.1, 0.1, "fixed"),
+        ),
+        (
+            f"{MEGATRON} --algo.advantage.estimator reinforce --policy_loss gspo --actor.eps_clip_low_high 3e-3 4e-3",
+            PolicyLossConfig("sequence", 3e-3, 4e-3, "fixed", "seq-mean-token-mean"),
+        ),
+    ],
+)
+def test_loss_flags_resolve_to_a_configuration(parse, line, expected):
+    assert parse(line).policy_loss_config == expected
+
+
+def test_a_megatron_block_is_what_openrlhf_takes_for_one_data_shard(parse):
+    line = (
+        "--megatron.tensor_model_parallel_size 3 --megatron.pipeline_model_parallel_size 2 --megatron.sequence_parallel"
+    )
+    args = parse(f"{GAPO} {MEGATRON} {line}")
+    layout = args.megatron_layout
+    assert (layout.world_size, layout.tensor_model_parallel_size, layout.pipeline_model_parallel_size) == (6, 3, 2)
+    assert layout.sequence_parallel
+    assert (args.ds.tensor_parallel_size, args.ds.ring_attn_size) == (6, 1)
+    assert (args.megatron.params_dtype, args.megatron.distributed_timeout_minutes) == ("bf16", 10)
+    assert args.megatron.sync_bucket_mb == 256
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (GAPO.replace("prompt 8", "prompt 1"), "set --rollout.n_samples_per_prompt to at least 2"),
+        (GAPO.replace("dr_grpo", "group_norm"), "not group_norm; use --algo.advantage.estimator dr_grpo"),
+        (f"{GAPO} --eps_hi_max 1e-3", "--eps_hi_max 0.001 is below --eps_lo 0.003"),
+        (f"{GAPO} --eps_lo nan", "--eps_lo must be a finite number"),
+        (f"{GAPO} --eps_lo=-1", "--eps_lo must be a finite number"),
+        (f"{GAPO} --actor.dual_clip 0.5", "--actor.dual_clip must be"),
+        (f"{GAPO} --actor.eps_clip 0.1", "use --eps_lo and --eps_hi_max"),
+        (f"{GAPO} --actor.eps_clip_low_high 0.2 0.28", "use --eps_lo and --eps_hi_max"),
+        (f"{GAPO} --algo.advantage.is_correction_level token", "is_correction_level is not supported by --policy_loss"),
+        ("--eps_hi_max 5e-3", "--eps_hi_max is an option of a policy loss that is named; add --policy_loss gapo"),
+        ("--policy_loss gspo --clip_schedule linear", "contradicts --policy_loss gspo"),
+        ("--policy_loss ppo --importance_level sequence", "contradicts --policy_loss ppo"),
+        ("--policy_loss ppo --eps_lo 0.1 --actor.eps_clip_low_high 0.2 0.3", "both give the clip widths"),
+        ("--megatron.tensor_model_parallel_size 2", "add --actor.backend megatron"),
+        (f"{GAPO} {MEGATRON} --megatron.tensor_model_parallel_size 4", "cannot be divided into blocks of 4"),
+        (f"{GAPO} {MEGATRON} --megatron.tensor_model_parallel_size 2", "use one of 1, 3"),
+        (f"{GAPO} {MEGATRON} --megatron.sequence_parallel", "--megatron.sequence_parallel splits"),
+        (f"{GAPO} {MEGATRON} --megatron.sync_bucket_mb 0", "--megatron.sync_bucket_mb must be above 0"),
+        (
+            f"{GAPO} {MEGATRON} --actor.num_gpus_per_node 31 --megatron.pipeline_model_parallel_size 31",
+            "use at most 30",
+        ),
+        (f"{GAPO} {MEGATRON} --actor.model_name_or_path ./no/such/folder", "the configuration cannot be read"),
+    ],
+)
+def test_a_wrong_command_line_is_refused_in_one_sentence_with_flag_and_fix(refusal, line, sentence):
+    assert sentence in refusal(line)
+
+
+def test_a_model_of_another_family_is_refused(refusal, tmp_path):
+    GPT2Config(n_layer=1).save_pretrained(tmp_path)
+    assert "'gpt2' is not supported" in refusal(f"{GAPO} {MEGATRON} --actor.model_name_or_path {tmp_path}")
+
+
+UNSUPPORTED_LINES = [
+    "--algo.advantage.estimator gae --policy_loss ppo",
+    "--algo.kl.init_coef 0.01",
+    "--algo.kl.use_loss",
+    "--reward.model_name_or_path rm",
+    "--reward.remote_url=",
+    "--vllm.num_engines 0",
+    "--ds.tensor_parallel_size 2",
+    "--ds.ring_attn_size 2",
+    "--ds.zero_stage 3",
+    "--ds.zpg 8",
+    "--ds.adam_offload",
+    "--ds.deepcompile",
+    "--ds.use_universal_ckpt",
+    "--ds.param_dtype fp16",
+    "--ds.grad_accum_dtype bf16",
+    "--ds.lora.rank 8",
+    "--ds.load_in_4bit",
+    "--ds.use_liger_kernel",
+    "--ds.experts_implementation eager",
+    "--data.max_images_per_prompt 1",
+    "--actor.freeze_visual_encoder",
+    "--train.enable_ema",
+    "--actor.optim muon",
+    "--actor.aux_loss_coef 0.01",
+    "--actor.entropy_coef 0.01",
+    "--train.dynamic_batch_enable",
+    "--train.async_enable",
+    "--train.partial_rollout_enable",
+    "--train.colocate_all",
+    "--vllm.enable_sleep",
+    "--ds.enable_sleep",
+    "--vllm.sync_with_ray",
+]
+
+
+@pytest.mark.parametrize(("line", "row"), list(zip(UNSUPPORTED_LINES, unsupported.MEGATRON, strict=True)))
+def test_an_option_that_megatron_would_ignore_is_refused_by_its_row(refusal, line, row):
+    message = refusal(f"{GAPO} {MEGATRON} {line}")
+    assert f"{row.flag} is not supported by --actor.backend megatron" in message
+    assert row.fix in message
+
+
+@pytest.mark.parametrize("line", UNSUPPORTED_LINES)
+def test_openrlhfs_own_actor_still_takes_every_option_that_megatron_does_not(parse, line):
+    assert parse(line.replace(" --policy_loss ppo", "")).megatron_layout is None
+
+
+def test_zero_entropy_coefficient_only_turns_logging_on(parse):
+    assert parse(f"{GAPO} {MEGATRON} --actor.entropy_coef 0").megatron_layout is not None
+
+
+@pytest.fixture(params=["jsonl", "json", "parquet", "folder"])
+def dataset(request, tmp_path) -> str:
+    rows = [{"question": "1+1", "answer": "2"}, {"question": "1+2", "answer": "3"}]
+    if request.param == "parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "data.parquet")
+        return str(tmp_path / "data.parquet")
+    if request.param == "json":
+        (tmp_path / "data.json").write_text(json.dumps(rows, indent=1))
+        return str(tmp_path / "data.json")
+    (tmp_path / "data.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
+    return str(tmp_path if request.param == "folder" else tmp_path / "data.jsonl")
+
+
+@pytest.mark.parametrize("flag", ["--data.prompt_dataset", "--eval.dataset"])
+def test_a_dataset_without_the_named_columns_is_refused_with_those_it_has(parse, refusal, dataset, flag):
+    line = f"{GAPO} {flag} {dataset}"
+    parse(f"{line} --data.input_key question --data.label_key answer")
+    parse(f"{line} --data.input_key question")
+    message = refusal(f"{line} --data.input_key prompt")
+    assert f"--data.input_key prompt: {flag} {dataset} has no such column, but question, answer" in message
+    assert "--data.label_key label" in refusal(f"{line} --data.input_key question --data.label_key label")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "not json", "3"])
+def test_a_dataset_that_does_not_begin_with_an_object_is_refused(refusal, tmp_path, text):
+    path = tmp_path / "data.json"
+    path.write_text(text)
+    assert "write one object per line" in refusal(f"{GAPO} --data.prompt_dataset {path}")
+
+
+def test_a_dataset_that_is_not_local_is_left_to_openrlhf(parse):
+    assert parse(f"{GAPO} --data.prompt_dataset someone/prompts,other/prompts@folder").policy_loss_config is not None
+
+
+def test_help_shows_defaults_and_the_papers_values(capsys):
+    parser = openrlhf_parser()
+    add_arguments(parser)
+    text = " ".join(parser.format_help().split())
+    for words in (
+        "--policy_loss {gapo,gspo,ppo}",
+        "Default 3e-3",
+        "7e-5 for R1-distilled",
+        "8, 8, 7, 7",
+        "Default bf16",
+    ):
+        assert words in text
