@@ -42,10 +42,10 @@ def prepare_model(folder: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     gguf = gguf_file()
-    source = dict(pretrained_model_name_or_path=str(gguf.parent), gguf_file=gguf.name)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     tokenizer.eos_token = tokenizer.pad_token = END_OF_TURN
-    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16)
+    tokenizer.clean_up_tokenization_spaces = False  # decoding must give back what was encoded
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     for config in (model.config, model.generation_config):
         config.eos_token_id = config.pad_token_id = tokenizer.eos_token_id
 

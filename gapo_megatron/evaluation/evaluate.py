@@ -93,7 +93,9 @@ def read_problems(path: Path, input_key: str, label_key: str) -> list[Problem]:
         except json.JSONDecodeError as error:
             raise ValueError(f"--data {path}, line {number} is not JSON: {error}") from error
         except (KeyError, TypeError) as error:
-            raise ValueError(f"--data {path}, line {number} has no key {error}; see --input_key, --label_key") from error
+            raise ValueError(
+                f"--data {path}, line {number} has no key {error}; see --input_key, --label_key"
+            ) from error
     if not problems:
         raise ValueError(f"--data {path} is empty")
     return problems

@@ -77,18 +77,16 @@ def serve(seconds: int) -> None:
     """The child: a JSON line [answer, label] in, one word out, until stdin closes."""
     from math_verify import parse, verify
 
-    def extract(text: str) -> list:
-        return parse(text, parsing_timeout=None)
+    def compare(answer: str, label: str) -> str:
+        gold = parse(label, parsing_timeout=None)
+        if not gold:
+            return "no label"
+        return "equal" if verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None) else "different"
 
     replies, sys.stdout = sys.stdout, sys.stderr  # whatever libraries print must not look like a reply
     for line in sys.stdin:
-        answer, label = json.loads(line)
         signal.alarm(seconds)  # no handler: the kernel ends the process
-        gold = extract(label)
-        if not gold:
-            word = "no label"
-        else:
-            word = "equal" if verify(gold, extract(answer), timeout_seconds=None) else "different"
+        word = compare(*json.loads(line))
         signal.alarm(0)
         print(word, file=replies, flush=True)
 

@@ -1,16 +1,10 @@
 """Our options on OpenRLHF's real parser: what they resolve to, and what is refused.
 
-The parser is the installed one. It is built under `if __name__ == "__main__"`, so the statements that build it are taken
-from there and run.
+The parser is the installed one (`openrlhf_parser`), so an option that OpenRLHF renames or drops fails here.
 """
 
-import argparse
-import ast
-import importlib.util
 import json
-import os
 from collections.abc import Callable
-from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
@@ -19,44 +13,13 @@ from transformers import GPT2Config, LlamaConfig
 from gapo_megatron.loss.config import PolicyLossConfig
 from gapo_megatron.openrlhf import unsupported
 from gapo_megatron.openrlhf.arguments import add_arguments, resolve
+from tests.unit.openrlhf_parser import hierarchize, openrlhf_parser
 
 GAPO = "--policy_loss gapo --algo.advantage.estimator dr_grpo --rollout.n_samples_per_prompt 8"
 MEGATRON = (
     "--actor.backend megatron --actor.num_gpus_per_node 6 --algo.kl.init_coef 0 --reward.remote_url reward.py "
     "--vllm.num_engines 1"
 )
-
-
-def _openrlhf_folder() -> str:
-    (folder,) = importlib.util.find_spec("openrlhf").submodule_search_locations
-    return folder
-
-
-def openrlhf_parser() -> argparse.ArgumentParser:
-    """OpenRLHF's parser without our options, whether or not its file is patched."""
-    path = os.path.join(_openrlhf_folder(), "cli", "train_ppo_ray.py")
-    with open(path, encoding="utf-8") as file:
-        main = next(node for node in ast.parse(file.read()).body if isinstance(node, ast.If))
-    build = []
-    for statement in main.body:
-        source = ast.unparse(statement)
-        if "parse_args" in source:
-            break
-        if "gapo_megatron" not in source and "add_arguments(" not in source:
-            build.append(statement)
-    names = {"argparse": argparse, "datetime": datetime}
-    exec(compile(ast.Module(build, []), path, "exec"), names)
-    return names["parser"]
-
-
-@pytest.fixture(scope="session")
-def hierarchize() -> Callable[[argparse.Namespace], SimpleNamespace]:
-    """`openrlhf.utils.config.hierarchize`, from its file: importing its package imports DeepSpeed."""
-    path = os.path.join(_openrlhf_folder(), "utils", "config.py")
-    spec = importlib.util.spec_from_file_location("openrlhf_config", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.hierarchize
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +38,7 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def parse(hierarchize, model) -> Callable[[str], SimpleNamespace]:
+def parse(model) -> Callable[[str], SimpleNamespace]:
     def parse(line: str) -> SimpleNamespace:
         parser = openrlhf_parser()
         add_arguments(parser)
@@ -103,7 +66,7 @@ def refusal(parse, capsys) -> Callable[[str], str]:
     return refusal
 
 
-def test_without_our_flags_openrlhfs_arguments_are_what_they_were(parse, hierarchize, model):
+def test_without_our_flags_openrlhfs_arguments_are_what_they_were(parse, model):
     line = "--actor.policy_loss_type gspo --actor.eps_clip 0.1"
     theirs = vars(hierarchize(openrlhf_parser().parse_args(["--actor.model_name_or_path", model, *line.split()])))
     ours = vars(parse(line))

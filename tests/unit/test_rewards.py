@@ -75,6 +75,6 @@ def test_expression_that_takes_hours_is_wrong_after_the_time_limit_and_grading_g
     assert grader.equal("5", "5")
     started = time.monotonic()
     assert not grader.equal("9**9**9**9", "5")
-    assert time.monotonic() - started < 10
+    assert 1.9 < time.monotonic() - started < 20  # it was the limit that ended it, and soon
     assert grader.equal("5", "5")
     grader.close()
