@@ -13,6 +13,8 @@ class ReferencePolicy:
 
     def __init__(self, model_path: str, temperature: float = 0.8) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
+        # transformers drops the gradient of the padding token's embedding, also where that token ends a real turn.
+        self.model.get_input_embeddings().padding_idx = None
         self.temperature = temperature
 
     def log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
