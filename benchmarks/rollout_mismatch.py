@@ -84,7 +84,9 @@ def vllm_log_probs(engine, sequences: list[list[int]]) -> list[torch.Tensor]:
     parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
     outputs = ray.get([engine.generate.remote(tokens, parameters) for tokens in sequences])
     return [
-        torch.tensor([entry[token].logprob for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)])
+        torch.tensor(
+            [entry[token].logprob for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]
+        )
         for tokens, output in zip(sequences, outputs, strict=True)
     ]
 
@@ -185,7 +187,9 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face folder of a supported family")
-    parser.add_argument("--output", type=Path, default=Path("runs/mismatch"), help="folder for the model and the result")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/mismatch"), help="folder for the model and the result"
+    )
     args = parser.parse_args()
     ray.init(**({} if "RAY_ADDRESS" in os.environ else {"num_gpus": 4, "num_cpus": 8}))
     args.output.mkdir(parents=True, exist_ok=True)

@@ -112,12 +112,13 @@ def sample(
     if on_cpu:
         _prepare_cpu()
     from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
 
     if not (Path(model) / "config.json").is_file():
         raise ValueError(f"--model {model} is not a Hugging Face folder (no config.json)")
     tokenizer = AutoTokenizer.from_pretrained(model)
     texts = [_text(tokenizer, problem.prompt, chat_template) for problem in problems]
-    prompts = [{"prompt_token_ids": tokenizer(text, add_special_tokens=False).input_ids} for text in texts]
+    prompts = [TokensPrompt(prompt_token_ids=tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
     longest = max(len(p["prompt_token_ids"]) for p in prompts)
     llm = LLM(
         model,

@@ -8,11 +8,12 @@ import os
 import shutil
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gapo_megatron.megatron.engine import PolicyEngine
@@ -59,7 +60,7 @@ def load(engine: PolicyEngine, folder: str) -> dict[str, Any]:
     if target is None or not target.is_dir():
         raise ValueError(f"--ckpt.path: {folder} holds no whole checkpoint; start without --ckpt.load_enable")
     _prepare_torch_optimizers(engine)
-    state = dist_checkpointing.load(_state(engine, is_loading=True), str(target))
+    state = cast(dict, dist_checkpointing.load(_state(engine, is_loading=True), str(target)))
     engine.model.load_state_dict(state["model"])
     engine.optimizer.load_state_dict(state["optimizer"])
     engine.scheduler.load_state_dict(state["scheduler"])
@@ -69,7 +70,7 @@ def load(engine: PolicyEngine, folder: str) -> dict[str, Any]:
 def _state(engine: PolicyEngine, is_loading: bool) -> dict[str, Any]:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "dp_cp_group": engine.groups.dp_cp,
         "singleton_local_shards": False,
     }
     model = engine.model.sharded_state_dict(metadata=metadata)
@@ -83,7 +84,7 @@ def _prepare_torch_optimizers(engine: PolicyEngine) -> None:
     Its loader describes what it wants by the optimizer's present state, which a fresh torch optimizer lacks, and does not
     expect the step count that torch keeps beside the moments.
     """
-    for distributed in engine.optimizer.chained_optimizers:
+    for distributed in cast(list[DistributedOptimizer], cast(ChainedOptimizer, engine.optimizer).chained_optimizers):
         inner = distributed.optimizer
         if not isinstance(inner, torch.optim.AdamW):
             continue
@@ -91,7 +92,7 @@ def _prepare_torch_optimizers(engine: PolicyEngine) -> None:
             if not inner.state[parameter]:
                 moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
                 inner.state[parameter].update(step=torch.zeros(()), **moments)
-        distributed._set_main_param_and_optimizer_states = partial(_set_parameter_state, distributed)
+        distributed._set_main_param_and_optimizer_states = partial(_set_parameter_state, distributed)  # type: ignore
 
 
 def _set_parameter_state(distributed: DistributedOptimizer, model_param: torch.Tensor, tensors: dict) -> None:

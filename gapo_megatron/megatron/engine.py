@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoConfig
@@ -15,6 +14,7 @@ from transformers import AutoConfig
 from gapo_megatron.loss.config import PolicyLossConfig
 from gapo_megatron.megatron import runtime
 from gapo_megatron.megatron.batch import MicroBatch, Rollout, pack, partition
+from gapo_megatron.megatron.groups import Groups
 from gapo_megatron.megatron.layout import ParallelLayout
 from gapo_megatron.megatron.model import PolicyModel
 from gapo_megatron.megatron.objective import METRICS, micro_batch_objective, summarize
@@ -67,7 +67,8 @@ class PolicyEngine:
         self.model = PolicyModel(self.model_config, self.hf_config, config.temperature)
         self.model.to(runtime.device())
         load_hf_weights(self.model, self.hf_config, reader)
-        self.weights = WeightExport(self.model, self.hf_config, reader.shapes())
+        self.groups = Groups.of_this_rank()
+        self.weights = WeightExport(self.model, self.hf_config, reader.shapes(), self.groups)
 
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=True
@@ -75,9 +76,6 @@ class PolicyEngine:
         self.ddp = DistributedDataParallel(self.model_config, ddp_config, self.model)
         self.model_config.finalize_model_grads_func = finalize_model_grads
         self.optimizer, self.scheduler = build_optimizer(self.ddp, config.optimizer, config.params_dtype)
-
-        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
-        self.dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     @torch.no_grad()
     def log_probs(self, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
@@ -108,7 +106,7 @@ class PolicyEngine:
         """
         gradient_sums = self.compute_gradients(rollouts)
         lr = self.scheduler.get_lr(self.optimizer.param_groups[0])
-        updated, grad_norm, _ = self.optimizer.step()
+        updated, grad_norm, _ = cast(tuple, self.optimizer.step())
         if not updated:
             raise RuntimeError(f"rank {dist.get_rank()}: the optimizer skipped an update (gradients are not finite)")
         self.scheduler.step(1)
@@ -130,20 +128,19 @@ class PolicyEngine:
     def _reduce(self, sums: torch.Tensor, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._broadcast_from_last_stage(sums)
         self._broadcast_from_last_stage(maxima)
-        dist.all_reduce(sums, group=self.dp_cp_group)
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.dp_cp_group)
+        dist.all_reduce(sums, group=self.groups.dp_cp)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.groups.dp_cp)
         return sums, maxima
 
     def _broadcast_from_last_stage(self, tensor: torch.Tensor) -> None:
-        last = dist.get_global_rank(self.pp_group, self.pp_group.size() - 1)
-        dist.broadcast(tensor, src=last, group=self.pp_group)
+        dist.broadcast(tensor, src=self.groups.last_stage, group=self.groups.pp)
 
     def _partition(self, rollouts: Sequence[Rollout]) -> list[list[int]]:
         """Micro-batches as lists of indices; every data-parallel rank has the same number of them."""
         lengths = [r.length for r in rollouts]
         parts = partition(lengths, self.config.max_tokens)
         count = torch.tensor(len(parts), device=runtime.device())
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.dp_cp_group)
+        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.groups.dp_cp)
         return parts if int(count) == len(parts) else partition(lengths, self.config.max_tokens, int(count))
 
     def _run(self, rollouts, parts, objective, forward_only: bool) -> list[Any]:

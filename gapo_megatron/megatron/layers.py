@@ -4,6 +4,8 @@ Parameter names follow Transformer Engine's fused layers (`linear_qkv.layer_norm
 checkpoint serve both.
 """
 
+from typing import Any, cast
+
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -41,7 +43,7 @@ class RMSNorm(torch.nn.Module):
 def norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     """A norm's weight [size] of ones, marked for the gradient sum under sequence parallelism."""
     weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype, device=runtime.device()))
-    weight.sequence_parallel = config.sequence_parallel
+    setattr(weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
     return weight
 
 
@@ -50,11 +52,12 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
+        self.eps = config.layernorm_epsilon
         self.layer_norm_weight = norm_weight(config, input_size)
 
     def forward(self, hidden: torch.Tensor, *args, **kwargs) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`hidden` [tokens, 1, input_size] -> [tokens, 1, output_size / TP]."""
-        hidden = F.rms_norm(hidden, self.layer_norm_weight.shape, self.layer_norm_weight, self.config.layernorm_epsilon)
+        hidden = F.rms_norm(hidden, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
         return super().forward(hidden, *args, **kwargs)
 
 
@@ -75,7 +78,6 @@ class PackedCausalAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         assert config.context_parallel_size == 1, "context parallelism needs another core attention"
-        self.hidden_size = config.kv_channels * config.num_attention_heads // config.tensor_model_parallel_size
         self.softmax_scale = softmax_scale
 
     def forward(
@@ -105,7 +107,7 @@ class PackedCausalAttention(torch.nn.Module):
             )
             for start, end in zip(bounds[:-1], bounds[1:], strict=True)
         ]
-        return torch.cat(outputs, dim=2).permute(2, 0, 1, 3).reshape(query.size(2), 1, self.hidden_size)
+        return torch.cat(outputs, dim=2).permute(2, 0, 1, 3).flatten(start_dim=2)
 
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
@@ -130,9 +132,9 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=attention,
-            self_attn_bda=get_bias_dropout_add,
+            self_attn_bda=cast(Any, get_bias_dropout_add),
             mlp=mlp,
-            mlp_bda=get_bias_dropout_add,
+            mlp_bda=cast(Any, get_bias_dropout_add),
         ),
     )
 
@@ -140,4 +142,6 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
 def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     """The spec of this pipeline stage: its layers and the final norm, which Megatron builds on the last stage only."""
     layer = layer_spec(config)
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=cast(Any, RMSNorm)
+    )

@@ -1,6 +1,6 @@
 """The policy: Megatron's GPTModel whose last stage returns log-probs of the response tokens instead of logits."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -32,7 +32,7 @@ class PolicyModel(GPTModel):
     def __init__(self, config: TransformerConfig, hf_config: Any, temperature: float) -> None:
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config),
+            transformer_layer_spec=cast(Any, block_spec(config)),
             vocab_size=padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf_config.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(),
@@ -69,9 +69,9 @@ class PolicyModel(GPTModel):
     def _response_log_probs(self, hidden_states: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
         group = self.pg_collection.tp
         if self.share_embeddings_and_output_weights:
-            weight = self.shared_embedding_or_output_weight()
+            weight = cast(torch.Tensor, self.shared_embedding_or_output_weight())
         else:
-            weight = self.output_layer.weight
+            weight = cast(torch.Tensor, self.output_layer.weight)
         # Either way the gradient of the hidden states is summed over the tensor-parallel ranks.
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)

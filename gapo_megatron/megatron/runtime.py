@@ -99,7 +99,7 @@ def install_cpu_shim() -> None:
         args = tuple("cpu" if isinstance(a, str | torch.device) and _is_cuda(a) else a for a in args)
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
-        return original_to(self, *args, **kwargs)
+        return original_to(self, *args, **kwargs)  # pyright: ignore
 
     torch.Tensor.type = tensor_type  # type: ignore[method-assign]
     torch.Tensor.to = tensor_to  # type: ignore[method-assign]

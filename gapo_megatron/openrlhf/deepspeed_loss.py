@@ -56,10 +56,15 @@ class PaddedPolicyLoss(torch.nn.Module):
         mask = action_mask.bool()
         response_lengths = mask.sum(dim=1)
         sequence_ids = torch.arange(batch, device=log_probs.device).repeat_interleave(length)
-        flat = [t.reshape(-1) for t in (log_probs, old_log_probs, advantages, mask)]
-        sums = sequence_log_ratio_sums(flat[0], flat[1], flat[3], sequence_ids, batch)
+        log_probs, old_log_probs, advantages, mask = (
+            t.reshape(-1) for t in (log_probs, old_log_probs, advantages, mask)
+        )
+        sums = sequence_log_ratio_sums(log_probs, old_log_probs, mask, sequence_ids, batch)
         result = policy_loss(
-            *flat,
+            log_probs,
+            old_log_probs,
+            advantages,
+            mask,
             sequence_ids,
             sums / response_lengths.clamp(min=1),
             upper_clip(group_correct, group_size, correct.bool(), self.config),

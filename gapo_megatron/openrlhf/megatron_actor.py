@@ -32,7 +32,9 @@ HF_SHARD_BYTES = 4 << 30
 class MegatronPolicyActor(BaseModelActor):
     """One rank. OpenRLHF sends the ranks of one model-parallel block the same data and keeps the first one's answer."""
 
-    def init_model_from_pretrained(self, strategy: Any, pretrain: str, max_steps: int, vllm_engines: list | None) -> None:
+    def init_model_from_pretrained(
+        self, strategy: Any, pretrain: str, max_steps: int, vllm_engines: list | None
+    ) -> None:
         """Build the engine, resume from a checkpoint if asked to, and join the vLLM engines for weight transfer."""
         self.strategy, self.args = strategy, strategy.args
         # One visible GPU per Ray actor, or all of them where Ray is told not to hide any.
@@ -106,7 +108,7 @@ class MegatronPolicyActor(BaseModelActor):
                 self.status.add_step(self.engine.train_step(self.rollouts[part]))
         self.rollouts.clear()
         return {
-            **self.status.reduce(self.engine.dp_cp_group),
+            **self.status.reduce(self.engine.groups.dp_cp),
             "weight_version": float(self.weight_version),
             "timing/actor_train": time.perf_counter() - start,
         }
@@ -114,7 +116,7 @@ class MegatronPolicyActor(BaseModelActor):
     def _mini_batches(self, rollouts: list[Rollout]) -> list[slice]:
         """This rank's share of each optimizer step; as many steps on every data-parallel rank."""
         fewest = torch.tensor(len(rollouts), device=runtime.device())
-        dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.engine.dp_cp_group)
+        dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.engine.groups.dp_cp)
         share = max(1, self.args.train.batch_size // self.args.megatron_layout.data_parallel_size)
         return mini_batches(len(rollouts), max(1, int(fewest) // share))
 

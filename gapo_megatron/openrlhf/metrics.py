@@ -49,7 +49,9 @@ def log(args: Any, global_step: int, logs: dict[str, Any], kind: str) -> None:
 def line(global_step: int, numbers: dict[str, float | None], kind: str) -> str:
     """What the terminal shows of one step; times are in seconds."""
     if kind == "train":
-        parts = [f"{name} {numbers[metric]:{spec}}" for name, metric, spec in COLUMNS if numbers.get(metric) is not None]
+        parts = [
+            f"{name} {numbers[metric]:{spec}}" for name, metric, spec in COLUMNS if numbers.get(metric) is not None
+        ]
     else:
         parts = [f"{name} {value:.3f}" for name, value in numbers.items() if value is not None and "_pass" in name]
     return f"[{kind} {global_step}] " + "  ".join(parts)

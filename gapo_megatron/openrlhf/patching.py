@@ -163,7 +163,9 @@ def _replace(path: Path, data: bytes) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `gapo patch`."""
     parser.add_argument(
-        "action", choices=["apply", "check", "revert"], help="put the patches on, say whether they are on, take them off"
+        "action",
+        choices=["apply", "check", "revert"],
+        help="put the patches on, say whether they are on, take them off",
     )
     parser.add_argument(
         "--target", metavar="DIR", help="site-packages folder of another OpenRLHF (default: this environment's)"

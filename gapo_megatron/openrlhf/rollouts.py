@@ -10,7 +10,9 @@ from gapo_megatron.loss.config import PolicyLossConfig
 from gapo_megatron.megatron.batch import Rollout
 
 
-def rollouts_of_batch(sequences: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor) -> list[Rollout]:
+def rollouts_of_batch(
+    sequences: torch.Tensor, action_mask: torch.Tensor, attention_mask: torch.Tensor
+) -> list[Rollout]:
     """Right-padded tensors -> rollouts for a forward pass.
 
     Args:

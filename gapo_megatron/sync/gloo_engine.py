@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from vllm.distributed.weight_transfer.base import (
     ParamMeta,
     TrainerInitInfo,
@@ -59,17 +60,17 @@ class GlooTrainerInitInfo(TrainerInitInfo):
     timeout_seconds: float
 
 
-def join_group(store: dist.TCPStore, rank: int, world_size: int, timeout_seconds: float) -> dist.ProcessGroupGloo:
+def join_group(store: TCPStore, rank: int, world_size: int, timeout_seconds: float) -> dist.ProcessGroupGloo:
     """A gloo group beside torch.distributed's default one. Its operations fail after `timeout_seconds`."""
     timeout = timedelta(seconds=timeout_seconds)
-    return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, world_size, timeout)
+    return dist.ProcessGroupGloo(PrefixStore("weights", store), rank, world_size, timeout)
 
 
 def broadcast(group: dist.ProcessGroupGloo, tensor: torch.Tensor) -> None:
     """Broadcast `tensor` from rank 0, in place."""
     options = dist.BroadcastOptions()
     options.rootRank = 0
-    group.broadcast([tensor], options).wait()
+    cast(Any, group).broadcast([tensor], options).wait()
 
 
 def buckets(metadata: list[ParamMeta], bucket_bytes: int) -> Iterator[list[ParamMeta]]:
@@ -93,7 +94,7 @@ def num_bytes(meta: ParamMeta) -> int:
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
     """CRC-32 of a byte tensor, as an int64 tensor [1]."""
-    return torch.tensor([zlib.crc32(data.numpy())])
+    return torch.tensor([zlib.crc32(cast(Any, data.numpy()))])
 
 
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
@@ -101,11 +102,12 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
+    _group: dist.ProcessGroupGloo
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the trainer's group."""
         timeout = timedelta(seconds=init_info.timeout_seconds)
-        store = dist.TCPStore(init_info.master_address, init_info.master_port, is_master=False, timeout=timeout)
+        store = TCPStore(init_info.master_address, init_info.master_port, is_master=False, timeout=timeout)
         rank = init_info.rank_offset + self.parallel_config.rank
         self._rank, self._bucket_bytes = rank, init_info.bucket_bytes
         self._group = join_group(store, rank, init_info.world_size, init_info.timeout_seconds)
@@ -146,13 +148,12 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                     f"{bucket[0].name} is wrong"
                 )
             parts = data.split([num_bytes(meta) for meta in bucket])
-            self.model.load_weights(
+            cast(Any, self.model).load_weights(
                 [(m.name, part.view(m.dtype).view(m.shape)) for m, part in zip(bucket, parts, strict=True)]
             )
 
     def shutdown(self) -> None:
-        """Leave the group."""
-        self._group = None
+        """Nothing to do: the group goes with the worker's process."""
 
 
 class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
@@ -181,7 +182,7 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         info = self.init_info
         timeout = timedelta(seconds=info.timeout_seconds)
         # Port 0: the store binds a free one, and no other process can take it in between.
-        self._store = dist.TCPStore(info.master_address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._store = TCPStore(info.master_address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         worker = GlooInitInfo(
             master_address=info.master_address,
             master_port=self._store.port,

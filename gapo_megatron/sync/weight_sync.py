@@ -5,6 +5,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import GetTimeoutError, RayError
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
@@ -27,9 +28,7 @@ class RayEngines:
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have each engine's workers join, at their own ranks of the group."""
         first = init_info["rank_offset"]
-        infos = [
-            {**init_info, "rank_offset": first + i * self.workers_per_engine} for i in range(len(self.handles))
-        ]
+        infos = [{**init_info, "rank_offset": first + i * self.workers_per_engine} for i in range(len(self.handles))]
         self._wait(
             "init_weight_transfer_engine",
             [h.init_weight_transfer_engine.remote(info) for h, info in zip(self.handles, infos, strict=True)],
@@ -50,9 +49,9 @@ class RayEngines:
     def _wait(self, what: str, references: list[Any]) -> None:
         try:
             ray.get(references, timeout=self.timeout_seconds)
-        except ray.exceptions.GetTimeoutError as error:
+        except GetTimeoutError as error:
             raise RuntimeError(f"vLLM did not answer {what} within {self.timeout_seconds:.0f} s") from error
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise RuntimeError(f"vLLM failed in {what}: {error}") from error
 
 

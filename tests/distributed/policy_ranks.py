@@ -109,7 +109,7 @@ def _full_gradients(engine: PolicyEngine) -> dict[str, torch.Tensor]:
     """The distributed optimizer leaves each data-parallel rank its own part of the reduced gradients: gather them."""
     for buffer in engine.ddp.buffers:
         for bucket in buffer.buckets:
-            group = engine.dp_cp_group
+            group = engine.groups.dp_cp
             mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
             dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
     return {name: parameter.main_grad for name, parameter in engine.model.named_parameters()}

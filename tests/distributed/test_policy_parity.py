@@ -6,7 +6,7 @@ a wrong sum over ranks, a wrong mask or a wrong head is off by far more. Gradien
 entry of their tensor, at the same 1e-4.
 """
 
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("models")
 
 
-@lru_cache(maxsize=None)
+@cache
 def reference(folder, name: str):
     """Model folder, rollouts, and what transformers says of them."""
     path = save_tiny_model(folder, name)
@@ -56,9 +56,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check(result, samples, expected) -> None:
-    for log_probs, reference_log_probs, sample in zip(
-        result["log_probs"], expected["log_probs"], samples, strict=True
-    ):
+    for log_probs, reference_log_probs, sample in zip(result["log_probs"], expected["log_probs"], samples, strict=True):
         difference = (log_probs - reference_log_probs * sample["response_mask"]).abs().max()
         assert difference <= TOLERANCE
     assert result["metrics"]["policy_loss"] == pytest.approx(expected["loss"], abs=1e-6)
@@ -91,7 +89,9 @@ def test_every_family_equals_transformers_under_tensor_and_pipeline_parallelism(
 def test_gradient_does_not_depend_on_the_micro_batch_budget_or_on_recompute(ranks, folder):
     path, samples, expected = reference(folder, "qwen2-untied")
     results = [
-        ranks.run(1, policy_on_ranks, path, {}, samples, expected["log_probs"], max_tokens, 1, torch.float32, recompute)[0]
+        ranks.run(
+            1, policy_on_ranks, path, {}, samples, expected["log_probs"], max_tokens, 1, torch.float32, recompute
+        )[0]
         for max_tokens, recompute in ((40, False), (10_000, False), (10_000, True))
     ]
     for other in results[1:]:

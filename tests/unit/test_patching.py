@@ -38,7 +38,10 @@ def gapo_patch(action: str, folder: Path, capsys) -> tuple[int, str]:
 
 def test_apply_then_revert_is_byte_identical(site_packages, capsys):
     before = contents(site_packages)
-    assert gapo_patch("check", site_packages, capsys) == (1, f"gapo patch: openrlhf 0.11.2 in {site_packages} is pristine")
+    assert gapo_patch("check", site_packages, capsys) == (
+        1,
+        f"gapo patch: openrlhf 0.11.2 in {site_packages} is pristine",
+    )
     code, said = gapo_patch("apply", site_packages, capsys)
     assert (code, said) == (0, f"gapo patch: applied to openrlhf 0.11.2 in {site_packages} (9 files)")
     assert contents(site_packages) != before

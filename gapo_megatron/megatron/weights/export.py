@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from gapo_megatron.megatron import runtime
+from gapo_megatron.megatron.groups import Groups
 from gapo_megatron.megatron.model import PolicyModel
 from gapo_megatron.megatron.weights.load import local_name
 from gapo_megatron.megatron.weights.mapping import Parameter, dimensions, parameters
@@ -26,16 +26,16 @@ class WeightExport:
         model: this rank's stage, whose parameters are read afresh by every iteration.
         hf_config: of the whole model.
         shapes: full shape of each Hugging Face tensor (`HFReader.shapes`).
+        groups: of this rank.
     """
 
-    def __init__(self, model: PolicyModel, hf_config: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(self, model: PolicyModel, hf_config: Any, shapes: dict[str, tuple[int, ...]], groups: Groups) -> None:
         self.model = model
         self.shapes = shapes
         self.table = list(parameters(hf_config))
         self.dims = dimensions(hf_config, model.config.tensor_model_parallel_size)
-        self.tp_group = parallel_state.get_tensor_model_parallel_group()
-        self.pp_group = parallel_state.get_pipeline_model_parallel_group()
-        self.in_first_replica = parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
+        self.groups = groups
+        self.in_first_replica = groups.dp_cp.rank() == 0
         self.is_sender = dist.get_rank() == 0
         self.dtype = model.config.params_dtype
         self.stage_of = self._locate()
@@ -47,8 +47,8 @@ class WeightExport:
     def _locate(self) -> list[int]:
         """For each parameter, the pipeline stage that holds it. One all-reduce over the pipeline group."""
         held = [local_name(self.model, p) is not None for p in self.table]
-        stages = torch.tensor(held, device=runtime.device()) * self.pp_group.rank()
-        dist.all_reduce(stages, group=self.pp_group)
+        stages = torch.tensor(held, device=runtime.device()) * self.groups.pp.rank()
+        dist.all_reduce(stages, group=self.groups.pp)
         return stages.tolist()
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -67,27 +67,27 @@ class WeightExport:
 
     def _merge(self, parameter: Parameter, shard: torch.Tensor) -> list[torch.Tensor] | None:
         """Full tensors on the stage's first tensor-parallel rank, None on the others."""
-        size = self.tp_group.size()
+        size = self.groups.tp.size()
         shards = [shard]
         if size > 1 and not parameter.sharding.replicated:
             shards = [torch.empty_like(shard) for _ in range(size)]
-            dist.all_gather(shards, shard.contiguous(), group=self.tp_group)
-        return parameter.sharding.merge(shards, self.dims) if self.tp_group.rank() == 0 else None
+            dist.all_gather(shards, shard.contiguous(), group=self.groups.tp)
+        return parameter.sharding.merge(shards, self.dims) if self.groups.tp.rank() == 0 else None
 
     def _to_first_stage(
         self, parameter: Parameter, merged: list[torch.Tensor] | None, stage: int, dtype: torch.dtype
     ) -> list[torch.Tensor]:
         """The tensors on the sender, an empty list elsewhere."""
-        if stage == 0 or self.tp_group.rank() != 0:
+        if stage == 0 or self.groups.tp.rank() != 0:
             return merged if self.is_sender and merged is not None else []
         if merged is not None:
             for tensor in merged:
-                dist.send(tensor.contiguous(), dst=dist.get_global_rank(self.pp_group, 0), group=self.pp_group)
+                dist.send(tensor.contiguous(), dst=self.groups.first_stage, group=self.groups.pp)
         if not self.is_sender:
             return []
         received = []
         for name in parameter.hf_names:
             buffer = torch.empty(self.shapes[name], dtype=dtype, device=runtime.device())
-            dist.recv(buffer, src=dist.get_global_rank(self.pp_group, stage), group=self.pp_group)
+            dist.recv(buffer, src=dist.get_global_rank(self.groups.pp, stage), group=self.groups.pp)
             received.append(buffer)
         return received

@@ -81,9 +81,7 @@ def merge_qkv(shards: Sequence[Tensor], dims: Dimensions) -> list[Tensor]:
     fused = torch.cat(list(shards))
     fused = fused.view(dims.num_kv_heads, -1, *fused.shape[1:])
     queries = dims.num_heads // dims.num_kv_heads * dims.head_dim
-    return [
-        part.reshape(-1, *part.shape[2:]) for part in fused.split((queries, dims.head_dim, dims.head_dim), dim=1)
-    ]
+    return [part.reshape(-1, *part.shape[2:]) for part in fused.split((queries, dims.head_dim, dims.head_dim), dim=1)]
 
 
 def split_gated(tensors: Sequence[Tensor], rank: int, dims: Dimensions) -> Tensor:
