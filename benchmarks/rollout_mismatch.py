@@ -82,7 +82,8 @@ def vllm_log_probs(engine, sequences: list[list[int]]) -> list[torch.Tensor]:
     from vllm import SamplingParams
 
     parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=1.0)
-    outputs = ray.get([engine.generate.remote(tokens, parameters) for tokens in sequences])
+    # One at a time: how requests share a batch changes the rounding.
+    outputs = [ray.get(engine.generate.remote(tokens, parameters)) for tokens in sequences]
     return [
         torch.tensor(
             [entry[token].logprob for token, entry in zip(tokens[1:], output.prompt_logprobs[1:], strict=True)]

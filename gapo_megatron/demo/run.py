@@ -18,6 +18,7 @@ from gapo_megatron.demo.model import prepare_model
 from gapo_megatron.demo.private_ray import private_ray, stop_session
 from gapo_megatron.demo.report import print_summary, summarize, write_figure
 from gapo_megatron.demo.task import HELD_OUT, write_task
+from gapo_megatron.openrlhf.patching import require_patched
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "scripts" / "demo_cpu.sh"
 PROMPTS_PER_STEP = 8  # --rollout.batch_size in the script
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     """Prepare, evaluate, train, evaluate, report."""
     if not SCRIPT.is_file():
         raise ValueError("gapo demo needs the repository's examples/scripts; run it from a checkout (pip install -e .)")
+    require_patched()
     steps = args.steps or (2 if args.short else STEPS)
     if steps < 1:
         raise ValueError(f"--steps must be at least 1, not {steps}")

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 from gapo_megatron.loss.config import Aggregation, ClipSchedule, ImportanceLevel, PolicyLossConfig
 from gapo_megatron.megatron.layout import ParallelLayout
-from gapo_megatron.openrlhf import unsupported
+from gapo_megatron.openrlhf import patching, unsupported
 from gapo_megatron.openrlhf.dataset import check_columns
 
 LOSS_FLAGS = ("eps_lo", "eps_hi_max", "importance_level", "clip_schedule", "correct_threshold")
@@ -144,6 +144,7 @@ def resolve(args: Any, parser: argparse.ArgumentParser) -> None:
     A user error is one sentence on stderr and exit code 2.
     """
     try:
+        patching.require_version(patching.find_installation())
         args.policy_loss_config = _policy_loss_config(args)
         args.megatron_layout = _megatron_layout(args)
         if args.policy_loss_config is not None:

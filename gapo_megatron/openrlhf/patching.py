@@ -56,17 +56,36 @@ def find_installation(target: str | None = None) -> Installation:
     return Installation(Path(spec.origin).parent.parent, importlib.metadata.version(PACKAGE))
 
 
-def states(installation: Installation) -> dict[str, str]:
-    """Each patched file's state: "pristine", "patched", "edited" or "missing".
+def require_version(installation: Installation) -> None:
+    """Refuse another OpenRLHF than the patches are for.
 
     Raises:
-        PatchError: another version of OpenRLHF.
+        PatchError: with the command that installs the right one.
     """
     if installation.version != VERSION:
         raise PatchError(
             f"the patches are for {PACKAGE} {VERSION}, but {installation.version} is installed; "
             f"run: pip install --no-deps {PACKAGE}=={VERSION}"
         )
+
+
+def require_patched() -> None:
+    """Refuse this environment's OpenRLHF unless it carries the patches.
+
+    Raises:
+        PatchError: with what to run.
+    """
+    if check(find_installation()) != "patched":
+        raise PatchError(f"the installed {PACKAGE} does not carry the patches; run: gapo patch apply")
+
+
+def states(installation: Installation) -> dict[str, str]:
+    """Each patched file's state: "pristine", "patched", "edited" or "missing".
+
+    Raises:
+        PatchError: another version of OpenRLHF.
+    """
+    require_version(installation)
     known = json.loads((patch_folder() / "hashes.json").read_text())
     result = {}
     for name, hashes in known.items():

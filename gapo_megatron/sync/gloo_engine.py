@@ -137,7 +137,6 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         columns = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         metadata = [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in columns]
         for bucket in buckets(metadata, self._bucket_bytes):
-            # A fresh buffer each time: a layer keeps its tensors until it has all of them.
             data = torch.empty(sum(map(num_bytes, bucket)), dtype=torch.uint8)
             expected = torch.empty(1, dtype=torch.int64)
             broadcast(self._group, data)
@@ -149,7 +148,8 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                 )
             parts = data.split([num_bytes(meta) for meta in bucket])
             cast(Any, self.model).load_weights(
-                [(m.name, part.view(m.dtype).view(m.shape)) for m, part in zip(bucket, parts, strict=True)]
+                # A copy of each: inside the bucket it may lie where its dtype cannot be read.
+                [(m.name, part.clone().view(m.dtype).view(m.shape)) for m, part in zip(bucket, parts, strict=True)]
             )
 
     def shutdown(self) -> None:

@@ -1,14 +1,12 @@
 """OpenRLHF's real command, on a private Ray with as many schedulable "GPUs" as asked for."""
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
+
+from gapo_megatron.demo.private_ray import private_ray
 
 REWARD = """
 import torch
@@ -18,44 +16,6 @@ def reward_func(queries, prompts, labels, **kwargs):
     rewards = torch.tensor([float(sum(map(ord, q[len(p):])) % 2) for q, p in zip(queries, prompts)])
     return {"rewards": rewards, "scores": rewards, "extra_logs": {}}
 """
-
-
-@contextlib.contextmanager
-def private_ray(num_gpus: int) -> Iterator[str]:
-    """A Ray head of our own on a free port; yields its address, and ends it and nothing else."""
-    with tempfile.TemporaryDirectory(prefix="ray") as folder:
-        log = open(Path(folder) / "head.log", "w")  # noqa: SIM115
-        head = subprocess.Popen(
-            [
-                *("ray", "start", "--head", "--block", "--port", "0", "--include-dashboard=false"),
-                *("--disable-usage-stats", "--num-gpus", str(num_gpus), "--num-cpus", str(num_gpus + 4)),
-                *("--temp-dir", folder, "--object-store-memory", str(512 << 20)),
-            ],
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            yield _wait_for_address(Path(folder), head)
-        finally:
-            os.killpg(head.pid, signal.SIGTERM)
-            try:
-                head.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                os.killpg(head.pid, signal.SIGKILL)
-            log.close()
-
-
-def _wait_for_address(folder: Path, head: subprocess.Popen, seconds: int = 60) -> str:
-    import time
-
-    for _ in range(seconds * 2):
-        address = folder / "ray_current_cluster"
-        if address.exists() and (text := address.read_text().strip()):
-            return text
-        assert head.poll() is None, (folder / "head.log").read_text()
-        time.sleep(0.5)
-    raise TimeoutError((folder / "head.log").read_text())
 
 
 def train(folder: Path, model: str, *flags: str, num_gpus: int, steps: int = 2, timeout: int = 420) -> dict:
@@ -76,7 +36,7 @@ def train(folder: Path, model: str, *flags: str, num_gpus: int, steps: int = 2, 
         *("--vllm.num_engines", "1", "--vllm.enforce_eager", "--vllm.sync_backend", "gloo"),
         *("--ckpt.output_dir", str(folder / "out"), "--ckpt.path", str(folder / "checkpoints"), *flags),
     ]
-    with private_ray(num_gpus) as address:
+    with private_ray(num_gpus, num_gpus + 4, folder / "ray.log") as address:
         environment = {
             **os.environ,
             "RAY_ADDRESS": address,
