@@ -31,7 +31,7 @@ exec "$PYTHON" -m openrlhf.cli.train_ppo_ray \
     --data.prompt_dataset "$DATA" --data.input_key input --data.label_key label --data.apply_chat_template \
     --data.max_len 96 --rollout.max_new_tokens 16 --rollout.temperature 1.0 \
     --rollout.batch_size 8 --rollout.n_samples_per_prompt 8 --rollout.micro_batch_size 16 \
-    --train.batch_size 32 --train.micro_batch_size 16 --train.max_tokens_per_gpu 2048 \
+    --train.batch_size 32 --train.micro_batch_size 16 --train.max_tokens_per_gpu 640 \
     --algo.advantage.estimator dr_grpo --algo.kl.init_coef 0 \
     --actor.adam.lr 2e-5 --actor.lr_scheduler constant --train.seed "$SEED" \
     --vllm.num_engines 1 --vllm.enforce_eager --vllm.sync_backend gloo \

@@ -24,7 +24,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "scripts" / "demo_cp
 PROMPTS_PER_STEP = 8  # --rollout.batch_size in the script
 MAX_NEW_TOKENS = 16  # --rollout.max_new_tokens in the script
 SAMPLES = 8
-STEPS = 15
+STEPS = 12
 STEP_LINE = re.compile(r"\[train (\d+)\].*")
 
 console = Console()
