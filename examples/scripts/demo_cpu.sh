@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GAPO on a Megatron actor, on a machine without a GPU.
-#   hardware   2 cores, 12 GiB of memory
+#   hardware   2 cores, 18 GiB of memory
 #   model      SmolLM2-135M-Instruct, split over 2 pipeline stages (9 heads do not divide by 2)
 #   data       small additions and subtractions; `gapo demo` writes both and then runs this script
 #   needs      a running Ray with 3 schedulable "GPUs":  ray start --head --num-gpus 3 --num-cpus 7

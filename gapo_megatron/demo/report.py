@@ -93,6 +93,6 @@ def write_figure(summary: dict[str, Any], path: Path) -> None:
         passes.bar([i + shift for i in range(len(means))], means, width=0.36, yerr=errors, capsize=3, label=when)
     passes.set(title="held-out pass@k, 95% interval", ylim=(0, 1))
     passes.set_xticks(range(len(summary["before"])), list(summary["before"]))
-    passes.legend()
+    passes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -15,6 +15,11 @@ def trainer_class(deepspeed_trainer: type) -> type:
         sync: Any = None
         weight_version = 0
 
+        def __init__(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
+            if strategy.args.ds.zero_stage == 3:  # its parameters would have to be gathered for the transfer
+                raise ValueError("--ds.zero_stage 3 is not supported without CUDA; use --ds.zero_stage 2")
+            super().__init__(strategy, *args, **kwargs)
+
         def _init_vllm_sync_group(self, backend: str) -> None:
             """The group is made by the first transfer, on all ranks."""
 
@@ -35,8 +40,6 @@ def _join(trainer: Any) -> Any:
     from gapo_megatron.sync.weight_sync import WeightSync
 
     args = trainer.strategy.args
-    if args.ds.zero_stage == 3:
-        raise ValueError("--ds.zero_stage 3 is not supported without CUDA; use --ds.zero_stage 2")
     return WeightSync(
         source=ModuleSource(trainer.actor.model.module),
         engines=trainer.vllm_engines,

@@ -1,7 +1,8 @@
 """`gapo patch`: our patches on the installed OpenRLHF, all of them or none.
 
 A file is only touched when its SHA-256 is one that `hashes.json` knows: the released file, or that file with the patches.
-Reverting applies the diffs backwards and must arrive at the released file's hash, so no backup is kept.
+Reverting applies the diffs backwards and must arrive at the released file's hash, so no backup is kept. A file's hash alone
+decides its state, so what an interruption left half done can be taken back too.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,13 +33,13 @@ class Installation:
     version: str
 
 
-def patch_folder() -> Path:
-    """The patches of `VERSION`: beside the package in a checkout, inside it in a wheel."""
+def patch_folder(version: str = VERSION) -> Path:
+    """The patches of an OpenRLHF version: beside the package in a checkout, inside it in a wheel."""
     package = Path(__file__).resolve().parent.parent
     for base in (package.parent / "patches", package / "patches"):
-        if (base / f"{PACKAGE}-{VERSION}").is_dir():
-            return base / f"{PACKAGE}-{VERSION}"
-    raise PatchError(f"the patches for {PACKAGE} {VERSION} are missing; install gapo_megatron again")
+        if (base / f"{PACKAGE}-{version}").is_dir():
+            return base / f"{PACKAGE}-{version}"
+    raise PatchError(f"the patches for {PACKAGE} {version} are missing; install gapo_megatron again")
 
 
 def find_installation(target: str | None = None) -> Installation:
@@ -53,7 +53,14 @@ def find_installation(target: str | None = None) -> Installation:
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None or spec.origin is None:
         raise PatchError(f"{PACKAGE} is not installed; run: pip install --no-deps {PACKAGE}=={VERSION}")
-    return Installation(Path(spec.origin).parent.parent, importlib.metadata.version(PACKAGE))
+    root = Path(spec.origin).parent.parent
+    try:
+        return Installation(root, importlib.metadata.version(PACKAGE))
+    except importlib.metadata.PackageNotFoundError as error:
+        raise PatchError(
+            f"the {PACKAGE} in {root} has no metadata that tells its version; take it off PYTHONPATH, "
+            f"then run: pip install --no-deps {PACKAGE}=={VERSION}"
+        ) from error
 
 
 def require_version(installation: Installation) -> None:
@@ -80,110 +87,153 @@ def require_patched() -> None:
 
 
 def states(installation: Installation) -> dict[str, str]:
-    """Each patched file's state: "pristine", "patched", "edited" or "missing".
+    """Each patched file's state: "pristine" or "patched".
 
     Raises:
-        PatchError: another version of OpenRLHF.
+        PatchError: another version of OpenRLHF, or a file that is neither (edited or missing).
     """
     require_version(installation)
-    known = json.loads((patch_folder() / "hashes.json").read_text())
-    result = {}
-    for name, hashes in known.items():
+    found = {}
+    for name, hashes in known_hashes().items():
         path = installation.root / name
-        actual = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
+        actual = _sha256(path.read_bytes()) if path.exists() else None
         by_hash = {hashes["pristine"]: "pristine", hashes["patched"]: "patched", None: "missing"}
-        result[name] = by_hash.get(actual, "edited")
-    return result
+        found[name] = by_hash.get(actual, "edited")
+    bad = [f"{name} ({state})" for name, state in found.items() if state in ("edited", "missing")]
+    if bad:
+        raise PatchError(
+            f"{', '.join(bad)} in {installation.root} is not the released file; save your changes, "
+            f"then run: pip install --no-deps --force-reinstall {PACKAGE}=={VERSION}"
+        )
+    return found
 
 
 def check(installation: Installation) -> str:
     """ "pristine" or "patched", when every file agrees.
 
     Raises:
-        PatchError: another version, edited or missing files, or a mixture.
+        PatchError: as `states`, or a mixture.
     """
     found = states(installation)
-    bad = [f"{name} ({state})" for name, state in found.items() if state in ("edited", "missing")]
-    reinstall = f"pip install --no-deps --force-reinstall {PACKAGE}=={VERSION}"
-    if bad:
+    pristine = [name for name, state in found.items() if state == "pristine"]
+    if 0 < len(pristine) < len(found):
         raise PatchError(
-            f"{', '.join(bad)} in {installation.root} is not the released file; "
-            f"save your changes, then run: {reinstall}"
+            f"{len(found) - len(pristine)} of {len(found)} files in {installation.root} carry the patches, "
+            f"{', '.join(pristine)} not; run: gapo patch revert, then: gapo patch apply"
         )
-    if len(set(found.values())) > 1:
-        mixed = [name for name, state in found.items() if state == "patched"]
-        raise PatchError(f"only {', '.join(mixed)} carries the patches, the other files do not; run: {reinstall}")
-    return next(iter(found.values()))
+    return "pristine" if pristine else "patched"
 
 
 def apply(installation: Installation) -> str:
     """Apply all patches; returns what was done, in a sentence."""
     if check(installation) == "patched":
         return f"already applied to {PACKAGE} {VERSION} in {installation.root}"
-    count = _transform(installation, "patched", lambda text, patches: _run(text, patches))
+    count = _transform(installation, "patched")
     return f"applied to {PACKAGE} {VERSION} in {installation.root} ({count} files)"
 
 
 def revert(installation: Installation) -> str:
-    """Take all patches back; returns what was done, in a sentence."""
-    if check(installation) == "pristine":
+    """Take all patches back, also partly applied ones; returns what was done, in a sentence."""
+    count = _transform(installation, "pristine")
+    if count == 0:
         return f"not applied to {PACKAGE} {VERSION} in {installation.root}; nothing to revert"
-    count = _transform(
-        installation, "pristine", lambda text, patches: _run(text, [unified_diff.reverse(p) for p in reversed(patches)])
-    )
     return f"reverted {PACKAGE} {VERSION} in {installation.root} ({count} files)"
 
 
-def _run(text: str, patches: list[list[unified_diff.Hunk]]) -> str:
+def known_hashes() -> dict[str, dict[str, str]]:
+    """`hashes.json`: for each file that a patch names, the SHA-256 of the "pristine" and of the "patched" file."""
+    return json.loads((patch_folder() / "hashes.json").read_text(encoding="utf-8"))
+
+
+def compute_hashes(root: Path) -> dict[str, dict[str, str]]:
+    """What `hashes.json` must say for the patches as they are, given the released files under `root`."""
+    result = {}
+    for name in sorted({name for files in _patches() for name in files}):
+        released = (root / name).read_bytes()
+        result[name] = {"pristine": _sha256(released), "patched": _sha256(_rewrite(name, released, "patched"))}
+    return result
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _patches() -> list[dict[str, list[unified_diff.Hunk]]]:
+    """Hunks by file of every patch, in the order of application."""
+    return [unified_diff.parse(path.read_text(encoding="utf-8")) for path in sorted(patch_folder().glob("*.patch"))]
+
+
+def _rewrite(name: str, data: bytes, goal: str) -> bytes:
+    """A file with all patches put on ("patched"), or taken off ("pristine")."""
+    patches = [files[name] for files in _patches() if name in files]
+    if goal == "pristine":
+        patches = [unified_diff.reverse(hunks) for hunks in reversed(patches)]
+    text = data.decode()
     for hunks in patches:
-        text = unified_diff.apply(text, hunks)
-    return text
+        try:
+            text = unified_diff.apply(text, hunks)
+        except ValueError as error:
+            raise PatchError(f"{name}: {error}; install gapo_megatron again") from error
+    return text.encode()
 
 
-def _transform(installation: Installation, goal: str, change: Callable[[str, list], str]) -> int:
-    """Write every file's new text beside it, verify all of them, then move all in place or none."""
-    known = json.loads((patch_folder() / "hashes.json").read_text())
-    parsed = [unified_diff.parse(path.read_text()) for path in sorted(patch_folder().glob("*.patch"))]
-    originals: dict[Path, bytes] = {}
-    replacements: dict[Path, bytes] = {}
-    for name in known:
+def _transform(installation: Installation, goal: str) -> int:
+    """Bring every file to `goal` and return how many changed. All new texts are verified before the first is written."""
+    known = known_hashes()
+    changes: dict[Path, tuple[bytes, bytes]] = {}
+    for name, state in states(installation).items():
+        if state == goal:
+            continue
         path = installation.root / name
-        originals[path] = path.read_bytes()
-        new = change(originals[path].decode(), [files[name] for files in parsed if name in files]).encode()
-        if hashlib.sha256(new).hexdigest() != known[name][goal]:
+        old = path.read_bytes()
+        new = _rewrite(name, old, goal)
+        if _sha256(new) != known[name][goal]:
             raise PatchError(f"{name} would not become the {goal} file; install gapo_megatron again")
-        replacements[path] = new
-    done: list[Path] = []
+        changes[path] = (old, new)
+    _replace_all(changes)
+    return len(changes)
+
+
+def _replace_all(changes: dict[Path, tuple[bytes, bytes]]) -> None:
+    """Replace (old, new) of every path, or of none. Everything is on the disk before the first file is replaced."""
+    staged: dict[Path, Path] = {}
     try:
-        for path, data in replacements.items():
-            _replace(path, data)
-            done.append(path)
-    except OSError as error:
-        for path in done:
-            _replace(path, originals[path])
-        raise PatchError(f"cannot write {error.filename}: {error.strerror}; nothing was changed") from error
-    return len(done)
+        for path, (_, new) in changes.items():
+            staged[path] = _stage(path, new)
+        for path, temporary in staged.items():
+            os.replace(temporary, path)
+    except BaseException as error:  # an interruption as well
+        for path, (old, _) in changes.items():
+            if path.read_bytes() != old:
+                os.replace(_stage(path, old), path)
+        if isinstance(error, OSError):
+            raise PatchError(f"cannot write {error.filename}: {error.strerror}; nothing was changed") from error
+        raise
+    finally:
+        for temporary in staged.values():
+            temporary.unlink(missing_ok=True)
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Write `path` in one step, with its permissions."""
-    mode = path.stat().st_mode
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+def _stage(path: Path, data: bytes) -> Path:
+    """`data` in a temporary file beside `path`, with its permissions."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
+        os.chmod(temporary, path.stat().st_mode)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+    return temporary
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Of `gapo patch`."""
     parser.add_argument(
         "action",
-        choices=["apply", "check", "revert"],
+        choices=["apply", "check", "revert", "hashes"],
+        metavar="{apply,check,revert}",  # hashes is for who edits the patches: it prints a new hashes.json
         help="put the patches on, say whether they are on, take them off",
     )
     parser.add_argument(
@@ -195,6 +245,9 @@ def run(args: argparse.Namespace) -> int:
     """0 when done (or applied, for check), 1 when check finds no patches, 2 when refused."""
     try:
         installation = find_installation(args.target)
+        if args.action == "hashes":
+            print(json.dumps(compute_hashes(installation.root), indent=2))
+            return 0
         if args.action == "check":
             state = check(installation)
             print(f"gapo patch: {PACKAGE} {VERSION} in {installation.root} is {state}")

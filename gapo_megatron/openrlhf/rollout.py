@@ -18,6 +18,7 @@ class WeightTransferMixin:
     llm: Any
     _weight_version = 0
     _whole = True
+    _paused = False
 
     async def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Have the engine's workers join the trainer's transfer group."""
@@ -26,10 +27,13 @@ class WeightTransferMixin:
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
     async def start_weight_update(self) -> None:
-        """Begin an update, also after one that was abandoned."""
-        if not self._whole:
+        """Begin an update, also after one that was abandoned. Requests in flight finish first, on the old weights."""
+        abandoned, self._whole = not self._whole, False
+        if not await self.llm.is_paused():  # a caller that paused it holds requests back, which would never finish
+            await self.llm.pause_generation(mode="wait")
+            self._paused = True
+        if abandoned:
             await self.llm.collective_rpc(_abandon_update)
-        self._whole = False
         await self.llm.start_weight_update()
 
     async def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -41,9 +45,11 @@ class WeightTransferMixin:
     async def finish_weight_update(self, version: int) -> None:
         """Serve the new weights as `version`; keys and values of the old ones are dropped."""
         await self.llm.finish_weight_update(str(version))
-        await self.llm.reset_prefix_cache()
-        self._weight_version = version
-        self._whole = True
+        # Also of requests that a caller holds back: they are computed anew.
+        await self.llm.reset_prefix_cache(reset_running_requests=True)
+        if self._paused:
+            await self.llm.resume_generation()
+        self._weight_version, self._whole, self._paused = version, True, False
 
     async def weight_version(self) -> int:
         """The version of the weights that are served; 0 for those of the model's folder."""
@@ -74,14 +80,27 @@ def stamp(engine: WeightTransferMixin, responses: list[dict[str, Any]]) -> list[
 
 
 def engine_kwargs(actor_kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a vLLM engine: with weight transfer configured, and fit for the CPU where there is no CUDA."""
+    """Arguments of a vLLM engine: with weight transfer configured, and fit for the CPU where there is no CUDA.
+
+    Raises:
+        ValueError: sleep mode without CUDA.
+    """
     if torch.cuda.is_available():
         return {**actor_kwargs, "weight_transfer_config": {"backend": "nccl"}}
+    if actor_kwargs.get("enable_sleep_mode"):
+        raise ValueError("--vllm.enable_sleep needs CUDA: there is no device memory to give back; leave it out")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-    cores = sorted(os.sched_getaffinity(0))
     # vLLM's default leaves cores to a serving front end; rollouts want them all.
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cores)))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", threads_bind(actor_kwargs.get("tensor_parallel_size", 1)))
     kwargs = {**actor_kwargs, "weight_transfer_config": {"backend": "gloo"}}
     # On the CPU it is a share of the machine's memory, checked against what is free; VLLM_CPU_KVCACHE_SPACE decides.
     kwargs.pop("gpu_memory_utilization", None)
     return kwargs
+
+
+def threads_bind(workers: int) -> str:
+    """The cores of this process as vLLM's VLLM_CPU_OMP_THREADS_BIND: one list a worker, shared where they are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // workers)
+    starts = [i * share % len(cores) for i in range(workers)]
+    return "|".join(",".join(map(str, cores[start : start + share])) for start in starts)

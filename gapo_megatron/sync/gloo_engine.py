@@ -3,11 +3,14 @@
 Both ends of vLLM's weight-transfer API: the worker's engine and the trainer's. The trainer's rank 0 packs full tensors into
 byte buckets and broadcasts them to the workers of every vLLM engine; both ends cut the buckets from the same metadata.
 Each bucket is followed by its CRC-32, so that a half-written or garbled model never passes for a whole one.
+
+Nobody is left waiting after a fault. A worker that cannot load a bucket receives the rest before it reports, so the group
+stays usable; a sender that cannot send exhausts its source, so the other trainer ranks leave the source's collectives.
 """
 
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, ClassVar, cast
@@ -25,6 +28,9 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+
+# How long after a broken broadcast the workers' own account of it may arrive.
+EXPLANATION_SECONDS = 10.0
 
 
 @dataclass
@@ -97,6 +103,19 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
     return torch.tensor([zlib.crc32(cast(Any, data.numpy()))])
 
 
+def repack_heads(model: torch.nn.Module) -> None:
+    """Bring the output heads' packed copies up to date with their weights.
+
+    On the CPU vLLM computes logits from a packed copy. A tied head loads nothing of its own, so the layerwise reload passes
+    it over: its weight, which is the embedding's, is new, and its packed copy is that of the model it started with.
+    """
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+    for layer in model.modules():
+        if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+            layer.quant_method.process_weights_after_loading(layer)
+
+
 class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
     """A vLLM worker's end: receives buckets and loads them by vLLM's layerwise reload."""
 
@@ -123,6 +142,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        repack_heads(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one update. Unlike the base class, without synchronizing an accelerator."""
@@ -132,25 +152,45 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         """Receive and load every bucket.
 
         Raises:
-            RuntimeError: a bucket whose checksum is wrong, named by its first tensor.
+            RuntimeError: the first bucket that did not arrive, whose checksum is wrong, or that the model refused; it is
+                named by its first tensor. After the latter two the group is still in step with the sender.
         """
         columns = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         metadata = [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in columns]
+        fault: RuntimeError | None = None
         for bucket in buckets(metadata, self._bucket_bytes):
-            data = torch.empty(sum(map(num_bytes, bucket)), dtype=torch.uint8)
-            expected = torch.empty(1, dtype=torch.int64)
-            broadcast(self._group, data)
-            broadcast(self._group, expected)
+            try:
+                data, expected = self._receive(bucket)
+            except RuntimeError as error:
+                raise fault or RuntimeError(self._at(bucket, f"did not arrive: {error}")) from error
+            if fault is not None:
+                continue
             if not torch.equal(checksum(data), expected):
-                raise RuntimeError(
-                    f"weight transfer, worker rank {self._rank}: the checksum of the bucket that starts with "
-                    f"{bucket[0].name} is wrong"
-                )
-            parts = data.split([num_bytes(meta) for meta in bucket])
-            cast(Any, self.model).load_weights(
-                # A copy of each: inside the bucket it may lie where its dtype cannot be read.
-                [(m.name, part.clone().view(m.dtype).view(m.shape)) for m, part in zip(bucket, parts, strict=True)]
-            )
+                fault = RuntimeError(self._at(bucket, "is wrong", "the checksum of "))
+                continue
+            try:
+                self._load(bucket, data)
+            except Exception as error:  # the model's own loader, of any kind
+                fault = RuntimeError(self._at(bucket, f"was not loaded: {type(error).__name__}: {error}"))
+        if fault is not None:
+            raise fault
+
+    def _at(self, bucket: list[ParamMeta], what: str, of: str = "") -> str:
+        return f"weight transfer, worker rank {self._rank}: {of}the bucket that starts with {bucket[0].name} {what}"
+
+    def _receive(self, bucket: list[ParamMeta]) -> tuple[torch.Tensor, torch.Tensor]:
+        data = torch.empty(sum(map(num_bytes, bucket)), dtype=torch.uint8)
+        expected = torch.empty(1, dtype=torch.int64)
+        broadcast(self._group, data)
+        broadcast(self._group, expected)
+        return data, expected
+
+    def _load(self, bucket: list[ParamMeta], data: torch.Tensor) -> None:
+        parts = data.split([num_bytes(meta) for meta in bucket])
+        cast(Any, self.model).load_weights(
+            # A copy of each: inside the bucket it may lie where its dtype cannot be read.
+            [(m.name, part.clone().view(m.dtype).view(m.shape)) for m, part in zip(bucket, parts, strict=True)]
+        )
 
     def shutdown(self) -> None:
         """Nothing to do: the group goes with the worker's process."""
@@ -193,7 +233,10 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         )
         with ThreadPoolExecutor(max_workers=1) as executor:
             joined = executor.submit(self.client.init_weight_transfer_engine, asdict(worker))
-            self._group = join_group(self._store, 0, info.world_size, info.timeout_seconds)
+            try:
+                self._group = join_group(self._store, 0, info.world_size, info.timeout_seconds)
+            except RuntimeError as error:
+                raise RuntimeError(f"the vLLM workers did not join: {_explanation(joined) or error}") from error
             joined.result()
 
     def send_weights(self) -> None:
@@ -202,11 +245,17 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         Raises:
             RuntimeError: what failed first, on the workers or on the wire.
         """
-        if not self.is_sender:
-            for _ in self.source:
-                pass
-            return
         metadata = self.source.metadata()
+        stream = iter(self.source)
+        try:
+            if self.is_sender:
+                self._send(metadata, stream)
+        finally:
+            # Other ranks have nothing else to do; after a failure they are in the collectives of this stream.
+            for _ in stream:
+                pass
+
+    def _send(self, metadata: list[ParamMeta], stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         update = GlooUpdateInfo(
             names=[m.name for m in metadata],
             dtype_names=[str(m.dtype).removeprefix("torch.") for m in metadata],
@@ -216,27 +265,41 @@ class GlooTrainerEngine(TrainerWeightTransferEngine[GlooTrainerInitInfo]):
         executor = ThreadPoolExecutor(max_workers=1)
         received = executor.submit(self.client.update_weights, asdict(update))
         try:
-            self._send_buckets(metadata)
-        except RuntimeError as error:
-            # The workers' own words are worth more than "connection closed by peer".
-            cause = received.exception() if received.done() else None
-            raise RuntimeError(f"weight transfer failed: {cause or error}") from error
+            self._send_buckets(metadata, stream)
+        except BrokenBroadcast as error:
+            raise RuntimeError(f"weight transfer failed: {_explanation(received) or error}") from error
         finally:
             executor.shutdown(wait=False)
         received.result()
         self.client.finish_weight_update()
 
-    def _send_buckets(self, metadata: list[ParamMeta]) -> None:
-        stream = iter(self.source)
+    def _send_buckets(self, metadata: list[ParamMeta], stream: Iterator[tuple[str, torch.Tensor]]) -> None:
         for bucket in buckets(metadata, self.init_info.bucket_bytes):
             parts = []
             for meta in bucket:
-                name, tensor = next(stream)
+                name, tensor = next(stream, (None, None))
+                if tensor is None:
+                    raise RuntimeError(f"the weight source ended before {meta.name}")
                 if (name, tensor.dtype, tuple(tensor.shape)) != (meta.name, meta.dtype, tuple(meta.shape)):
                     raise RuntimeError(f"the weight source yielded {name}, but its metadata says {meta}")
                 parts.append(tensor.detach().cpu().contiguous().flatten().view(torch.uint8))
             data = torch.cat(parts)
-            broadcast(self._group, data)
-            broadcast(self._group, checksum(data))
+            try:
+                broadcast(self._group, data)
+                broadcast(self._group, checksum(data))
+            except RuntimeError as error:
+                raise BrokenBroadcast(f"the bucket that starts with {bucket[0].name} was not sent: {error}") from error
         if (extra := next(stream, None)) is not None:
             raise RuntimeError(f"the weight source yielded {extra[0]}, which its metadata lacks")
+
+
+class BrokenBroadcast(RuntimeError):
+    """A worker closed its connection, or took nothing within the time-out."""
+
+
+def _explanation(received: Future) -> BaseException | None:
+    """The workers' own words are worth more than "connection closed by peer"."""
+    try:
+        return received.exception(timeout=EXPLANATION_SECONDS)
+    except TimeoutError:
+        return None

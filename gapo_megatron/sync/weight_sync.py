@@ -1,16 +1,19 @@
 """The trainer's weights to every vLLM engine, through vLLM's weight-transfer API."""
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import RayError
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from gapo_megatron.sync import plugin
 from gapo_megatron.sync.gloo_engine import GlooTrainerInitInfo
+
+BACKENDS = ("gloo", "nccl")
 
 
 class RayEngines:
@@ -47,12 +50,18 @@ class RayEngines:
         self._wait("finish_weight_update", [h.finish_weight_update.remote(self.version) for h in self.handles])
 
     def _wait(self, what: str, references: list[Any]) -> None:
-        try:
-            ray.get(references, timeout=self.timeout_seconds)
-        except GetTimeoutError as error:
-            raise RuntimeError(f"vLLM did not answer {what} within {self.timeout_seconds:.0f} s") from error
-        except RayError as error:
-            raise RuntimeError(f"vLLM failed in {what}: {error}") from error
+        deadline = time.monotonic() + self.timeout_seconds
+        pending = references
+        while pending:  # in the order in which they answer, so that the first failure is the one that is told
+            done, pending = ray.wait(pending, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                silent = [references.index(r) for r in pending]
+                raise RuntimeError(f"vLLM engines {silent} did not answer {what} within {self.timeout_seconds:.0f} s")
+            try:
+                ray.get(done)
+            except RayError as error:
+                engine = references.index(done[0])
+                raise RuntimeError(f"vLLM failed in {what} (engine {engine}): {error}") from error
 
 
 class WeightSync:
@@ -65,8 +74,14 @@ class WeightSync:
         workers_per_engine: vLLM's tensor-parallel size.
         bucket_mb: bytes in flight at one time, in MiB.
         timeout_seconds: after which anything that has not answered is an error.
+        backend: "nccl" or "gloo", the one that the engines were started with (`rollout.engine_kwargs`); None asks CUDA.
+
+    After a failed `send` no engine serves until a whole one lands. If the group itself broke (a time-out), construct
+    another `WeightSync`: the engines join that one's group instead. With NCCL, which is vLLM's own engine, calls to the
+    engines have the time-out and checksums and the broadcast have none.
 
     Raises:
+        ValueError: a backend that is not known.
         RuntimeError: an engine that fails or does not answer.
     """
 
@@ -76,13 +91,17 @@ class WeightSync:
         engines: Sequence[Any],
         rank: int,
         workers_per_engine: int = 1,
-        bucket_mb: int = 256,
+        bucket_mb: float = 256,
         timeout_seconds: float = 600.0,
+        backend: str | None = None,
     ) -> None:
         plugin.register()
+        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        if backend not in BACKENDS:
+            raise ValueError(f"weight transfer backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
         self._client = RayEngines(engines, workers_per_engine, timeout_seconds)
         self._engine = WeightTransferTrainerFactory.trainer_init(
-            _init_info(rank, 1 + len(engines) * workers_per_engine, bucket_mb << 20, timeout_seconds),
+            _init_info(backend, rank, 1 + len(engines) * workers_per_engine, int(bucket_mb * 2**20), timeout_seconds),
             client=self._client,
             source=source,
         )
@@ -93,10 +112,9 @@ class WeightSync:
         self._engine.send_weights()
 
 
-def _init_info(rank: int, world_size: int, bucket_bytes: int, timeout_seconds: float) -> TrainerInitInfo:
-    """Of vLLM's NCCL engine where there is CUDA, else of the gloo engine."""
+def _init_info(backend: str, rank: int, world_size: int, bucket_bytes: int, timeout_seconds: float) -> TrainerInitInfo:
     address = ray.util.get_node_ip_address()
-    if not torch.cuda.is_available():
+    if backend == "gloo":
         return GlooTrainerInitInfo(
             rank=rank,
             master_address=address,

@@ -1,6 +1,4 @@
-"""Megatron's weights into a running vLLM engine: the same log-probs, a version, and no hang when the engine dies."""
-
-import time
+"""Megatron's weights, from two pipeline stages, into a running vLLM engine."""
 
 import pytest
 import ray
@@ -18,7 +16,7 @@ def address(tmp_path_factory):
         ray.shutdown()
 
 
-def test_weights_arrive_whole_and_a_dead_engine_is_an_error_within_its_time_out(address, tmp_path):
+def test_vllm_scores_sequences_as_the_updated_policy_does(address, tmp_path):
     from transformers import AutoTokenizer
 
     model = save_tiny_policy(tmp_path)
@@ -38,16 +36,3 @@ def test_weights_arrive_whole_and_a_dead_engine_is_an_error_within_its_time_out(
     rounding = difference(vllm_before, before)["mean"]
     assert difference(after, before)["mean"] > 10 * rounding
     assert difference(synced, after)["mean"] < 3 * rounding
-
-    ray.get(engine.start_weight_update.remote())
-    with pytest.raises(ray.exceptions.RayTaskError, match="did not arrive whole; nothing is generated from them"):
-        ray.get(engine.generate.remote(sequences[0], None))
-    ray.get(policy.group.async_run_method("broadcast_to_vllm"))  # a whole transfer makes it servable again
-    assert difference(vllm_log_probs(engine, sequences), synced)["max"] == 0
-    assert ray.get(engine.weight_version.remote()) == 2
-
-    ray.kill(engine)
-    started = time.monotonic()
-    with pytest.raises(ray.exceptions.RayTaskError, match="vLLM failed in start_weight_update"):
-        ray.get(policy.group.async_run_method("broadcast_to_vllm"), timeout=120)
-    assert time.monotonic() - started < 60

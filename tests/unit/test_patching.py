@@ -1,8 +1,13 @@
 """`gapo patch` on copies of the installed OpenRLHF, of which a pristine one is made first."""
 
+import base64
 import hashlib
 import importlib.metadata
+import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,28 +94,132 @@ def test_a_locally_edited_file_is_named_and_nothing_is_touched(site_packages, ca
     assert contents(site_packages) == before
 
 
-def test_a_partial_application_is_refused(site_packages, capsys):
-    pristine = (site_packages / "openrlhf/trainer/ray/launcher.py").read_bytes()
-    gapo_patch("apply", site_packages, capsys)
-    (site_packages / "openrlhf/trainer/ray/launcher.py").write_bytes(pristine)
-    code, said = gapo_patch("apply", site_packages, capsys)
-    assert code == 2 and "carries the patches, the other files do not" in said
-
-
-def test_a_write_that_fails_half_way_is_rolled_back(site_packages, capsys, monkeypatch):
+def test_a_partial_application_is_refused_and_can_be_taken_back(site_packages, capsys):
     before = contents(site_packages)
-    real, calls = patching._replace, []
+    launcher = site_packages / "openrlhf/trainer/ray/launcher.py"
+    pristine = launcher.read_bytes()
+    gapo_patch("apply", site_packages, capsys)
+    launcher.write_bytes(pristine)
+    for action in ("apply", "check"):
+        code, said = gapo_patch(action, site_packages, capsys)
+        assert code == 2
+        assert "8 of 9 files" in said and "launcher.py not; run: gapo patch revert" in said
+    assert gapo_patch("revert", site_packages, capsys)[0] == 0
+    assert contents(site_packages) == before
 
-    def failing(path: Path, data: bytes) -> None:
-        calls.append(path)
-        if len(calls) == 4:
-            raise OSError(28, "No space left on device", str(path))
-        real(path, data)
 
-    monkeypatch.setattr(patching, "_replace", failing)
+@pytest.mark.parametrize("function", ["chmod", "replace"])
+def test_a_write_that_fails_half_way_is_rolled_back(site_packages, capsys, monkeypatch, function):
+    before = contents(site_packages)
+    full = OSError(28, "No space left on device", "launcher.py")
+    monkeypatch.setattr(patching.os, function, fail_at_call(4, full, getattr(os, function)))
     code, said = gapo_patch("apply", site_packages, capsys)
     assert code == 2 and "No space left on device; nothing was changed" in said
     assert contents(site_packages) == before
+
+
+@pytest.mark.parametrize("first", ["pristine", "patched"])
+def test_an_interruption_half_way_is_rolled_back(site_packages, capsys, monkeypatch, first):
+    if first == "patched":
+        gapo_patch("apply", site_packages, capsys)
+    before = contents(site_packages)
+    monkeypatch.setattr(patching.os, "replace", fail_at_call(4, KeyboardInterrupt(), os.replace))
+    with pytest.raises(KeyboardInterrupt):
+        gapo_patch("revert" if first == "patched" else "apply", site_packages, capsys)
+    assert contents(site_packages) == before
+
+
+def fail_at_call(number: int, error: BaseException, real):
+    """`real`, which raises `error` once, at its call `number`."""
+    calls = []
+
+    def function(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == number:
+            raise error
+        return real(*args, **kwargs)
+
+    return function
+
+
+def test_a_source_tree_without_metadata_is_refused_in_a_sentence(site_packages, monkeypatch):
+    shutil.rmtree(site_packages / "openrlhf-0.11.2.dist-info")
+
+    def no_metadata(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", no_metadata)
+    with pytest.raises(patching.PatchError, match="has no metadata that tells its version; .* run: pip install"):
+        patching.find_installation()
+    with pytest.raises(patching.PatchError, match="holds no openrlhf"):
+        patching.find_installation(str(site_packages))
+
+
+def test_the_pristine_files_are_the_wheels_and_the_hashes_are_the_patches(site_packages, capsys):
+    recorded = {
+        str(file): file.hash.value
+        for distribution in importlib.metadata.distributions(path=[str(site_packages)])
+        for file in distribution.files
+        if file.hash
+    }
+    for name, hashes in patching.known_hashes().items():
+        assert bytes.fromhex(hashes["pristine"]) == base64.urlsafe_b64decode(recorded[name] + "=")
+    code, printed = gapo_patch("hashes", site_packages, capsys)
+    assert code == 0 and json.loads(printed) == patching.known_hashes()
+    assert (patching.patch_folder() / "hashes.json").read_text() == printed + "\n"
+
+
+# OpenRLHF's command up to where training would start; the arguments that it would train with are printed.
+COMMAND = """
+import ast, argparse, os, sys
+from datetime import datetime
+
+def train(args):
+    plain = lambda x: {k: plain(v) for k, v in vars(x).items()} if hasattr(x, "__dict__") else x
+    print(json.dumps(plain(args), sort_keys=True))
+
+import json
+file, *sys.argv[1:] = sys.argv[1:]
+tree = ast.parse(open(file).read())
+ours = [n for n in tree.body if isinstance(n, ast.Import) and n.names[0].name.startswith("gapo_megatron")]
+exec(compile(ast.Module(ours + [tree.body[-1]], []), file, "exec"))
+"""
+
+
+def arguments_of_command(site_packages: Path, *flags: str) -> dict:
+    environment = {**os.environ, "PYTHONPATH": str(site_packages)}
+    command = [sys.executable, "-c", COMMAND, str(site_packages / "openrlhf/cli/train_ppo_ray.py"), *flags]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--algo.advantage.estimator", "gae", "--critic.model_name_or_path", "y"),
+        ("--actor.policy_loss_type", "gspo", "--algo.advantage.estimator", "dr_grpo", "--actor.eps_clip", "0.1"),
+    ],
+)
+def test_without_our_flags_the_patched_command_trains_with_the_same_arguments(site_packages, capsys, flags):
+    flags = (
+        "--actor.model_name_or_path",
+        "x",
+        "--reward.remote_url",
+        "r",
+        "--rollout.n_samples_per_prompt",
+        "8",
+        *flags,
+    )
+    fixed = ("--ckpt.output_dir", "o", "--logger.wandb.run_name", "w")  # the default holds the time
+    theirs = arguments_of_command(site_packages, *flags, *fixed)
+    gapo_patch("apply", site_packages, capsys)
+    ours = arguments_of_command(site_packages, *flags, *fixed)
+    assert ours.pop("policy_loss_config") is None and ours.pop("megatron_layout") is None
+    assert ours["actor"].pop("backend") == "deepspeed" and ours.pop("megatron")
+    for flag in ("eps_lo", "eps_hi_max", "importance_level", "clip_schedule", "correct_threshold"):
+        assert ours.pop(flag) is None
+    assert ours == theirs
 
 
 def test_every_patch_has_a_header_and_its_added_lines_only_call_into_our_package():
