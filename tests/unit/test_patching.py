@@ -169,20 +169,24 @@ def test_the_pristine_files_are_the_wheels_and_the_hashes_are_the_patches(site_p
     assert (patching.patch_folder() / "hashes.json").read_text() == printed + "\n"
 
 
-# OpenRLHF's command up to where training would start; the arguments that it would train with are printed.
+# OpenRLHF's command up to where training would start; the arguments that it would train with are printed. The folder
+# openrlhf/utils is entered without its __init__, which imports DeepSpeed.
 COMMAND = """
-import ast, argparse, os, sys
+import argparse, ast, json, os, sys, types
 from datetime import datetime
+import openrlhf
+
+file, *sys.argv[1:] = sys.argv[1:]
+utils = sys.modules["openrlhf.utils"] = types.ModuleType("openrlhf.utils")
+utils.__path__ = [os.path.join(openrlhf.__path__[0], "utils")]
 
 def train(args):
     plain = lambda x: {k: plain(v) for k, v in vars(x).items()} if hasattr(x, "__dict__") else x
     print(json.dumps(plain(args), sort_keys=True))
 
-import json
-file, *sys.argv[1:] = sys.argv[1:]
-tree = ast.parse(open(file).read())
-ours = [n for n in tree.body if isinstance(n, ast.Import) and n.names[0].name.startswith("gapo_megatron")]
-exec(compile(ast.Module(ours + [tree.body[-1]], []), file, "exec"))
+body = ast.parse(open(file).read()).body
+ours = [n for n in body if isinstance(n, ast.Import) and n.names[0].name.startswith("gapo_megatron")]
+exec(compile(ast.Module(ours + body[-1:], []), file, "exec"))
 """
 
 
