@@ -34,6 +34,8 @@ def private_ray(num_gpus: int, num_cpus: int, log: Path) -> Iterator[str]:
                 *(str(ray), "start", "--head", "--block", "--port", "0", "--include-dashboard=false"),
                 *("--disable-usage-stats", "--num-gpus", str(num_gpus), "--num-cpus", str(num_cpus)),
                 *("--temp-dir", str(folder), "--object-store-memory", str(512 << 20)),
+                # Free ports, because Ray's fixed range may be another cluster's.
+                *("--min-worker-port", "0", "--max-worker-port", "0"),
             ],
             stdout=output,
             stderr=output,

@@ -152,15 +152,17 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         """Receive and load every bucket.
 
         Raises:
-            RuntimeError: the first bucket that did not arrive, whose checksum is wrong, or that the model refused; it is
-                named by its first tensor. After the latter two the group is still in step with the sender.
+            RuntimeError: a bucket that did not arrive, is garbled, or was refused by the model, named by its first tensor.
         """
         columns = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
         metadata = [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in columns]
         fault: RuntimeError | None = None
         for bucket in buckets(metadata, self._bucket_bytes):
+            data = torch.empty(sum(map(num_bytes, bucket)), dtype=torch.uint8)
+            expected = torch.empty(1, dtype=torch.int64)
             try:
-                data, expected = self._receive(bucket)
+                broadcast(self._group, data)
+                broadcast(self._group, expected)
             except RuntimeError as error:
                 raise fault or RuntimeError(self._at(bucket, f"did not arrive: {error}")) from error
             if fault is not None:
@@ -177,13 +179,6 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def _at(self, bucket: list[ParamMeta], what: str, of: str = "") -> str:
         return f"weight transfer, worker rank {self._rank}: {of}the bucket that starts with {bucket[0].name} {what}"
-
-    def _receive(self, bucket: list[ParamMeta]) -> tuple[torch.Tensor, torch.Tensor]:
-        data = torch.empty(sum(map(num_bytes, bucket)), dtype=torch.uint8)
-        expected = torch.empty(1, dtype=torch.int64)
-        broadcast(self._group, data)
-        broadcast(self._group, expected)
-        return data, expected
 
     def _load(self, bucket: list[ParamMeta], data: torch.Tensor) -> None:
         parts = data.split([num_bytes(meta) for meta in bucket])

@@ -7,6 +7,7 @@ import torch
 from openrlhf.models.loss import PolicyLoss
 
 from gapo_megatron.loss.config import PolicyLossConfig
+from gapo_megatron.openrlhf.deepspeed_cpu import trainer_class
 from gapo_megatron.openrlhf.deepspeed_loss import PaddedPolicyLoss, select
 from gapo_megatron.openrlhf.experience import loss_arguments
 
@@ -76,3 +77,12 @@ def test_gapo_does_not_inherit_the_sequence_mean_that_openrlhf_forces_on_gspo():
     per_sequence = torch.maximum(-a * ratio, -a * ratio.clamp(1 - 3e-3, 1 + 3e-3))
     torch.testing.assert_close(ours, (per_sequence * lengths).sum() / lengths.sum(), rtol=0, atol=1e-14)
     assert abs(float(ours - gspo)) > 1e-4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with CUDA the trainer is OpenRLHF's own")
+def test_without_cuda_zero_stage_3_is_refused_before_the_first_rollout():
+    from openrlhf.trainer.ray.ppo_actor import ActorPPOTrainer
+
+    strategy = SimpleNamespace(args=SimpleNamespace(ds=SimpleNamespace(zero_stage=3)))
+    with pytest.raises(ValueError, match="use --ds.zero_stage 2"):
+        trainer_class(ActorPPOTrainer)(strategy)
