@@ -65,7 +65,7 @@ def _over_steps(steps: list[dict[str, float]]) -> dict[str, float]:
         "log_s/noise_floor_max": steps[0]["abs_log_s_max"],
         "log_s/mean": mean("abs_log_s_mean"),
         "log_s/max": max(step["abs_log_s_max"] for step in steps),
-        "actor_grad_norm": steps[-1]["grad_norm"],
+        "actor_grad_norm": mean("grad_norm"),
         "actor_lr": steps[-1]["lr"],
         "optimizer_steps": float(len(steps)),
     }
