@@ -3,7 +3,16 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 SHAPE = dict(
     hidden_size=64,
@@ -31,6 +40,17 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**SHAPE, tie_word_embeddings=True),
     "qwen2-untied": Qwen2Config(**SHAPE, tie_word_embeddings=False),
     "qwen3": Qwen3Config(**SHAPE, head_dim=32, tie_word_embeddings=False),
+    "llama-one-kv-head": LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}, tie_word_embeddings=False),
+    "mixtral": MixtralConfig(
+        **SHAPE, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=None, tie_word_embeddings=False
+    ),
+    "qwen3-moe": Qwen3MoeConfig(
+        **SHAPE, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
+    ),
+    # The experts' probabilities as they are, without the scaling to a sum of 1.
+    "qwen3-moe-raw": Qwen3MoeConfig(
+        **SHAPE, head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=False
+    ),
     "mistral": MistralConfig(**SHAPE, head_dim=16, sliding_window=None, tie_word_embeddings=False),
 }
 

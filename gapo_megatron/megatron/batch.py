@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
+
+from gapo_megatron.megatron.packing import PackedSequences, local_tokens, pack_sequences, padded_lengths
 
 
 @dataclass(frozen=True)
@@ -36,22 +39,24 @@ class Rollout:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences packed end to end.
+    """Sequences packed end to end; under context parallelism, this rank's part of each.
 
     Attributes:
-        input_ids, position_ids: [1, num_tokens].
-        cu_seqlens: [num_sequences + 1] int32 bounds; the pad to a multiple of TP is one more sequence.
-        response_positions: [num_response_tokens] positions in the pack whose *next* token is a response token.
+        input_ids, position_ids: [1, num_tokens]; positions count from 0 in each sequence.
+        sequences: where each sequence lies, for the attention.
+        response_positions: [num_response_tokens] positions among these tokens whose *next* token is a response token.
+        response_index: [num_response_tokens] their places among all response tokens of the pack, in its order.
         labels: [num_response_tokens] those next tokens.
         sequence_ids: [num_response_tokens] the sequence each belongs to.
-        response_lengths: [num_sequences] response tokens of each sequence.
+        response_lengths: [num_sequences] response tokens of each whole sequence, on all ranks together.
         old_log_probs, advantages: [num_response_tokens] fp32, eps_hi: [num_sequences] fp64; None for a forward pass.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    cu_seqlens: torch.Tensor
+    sequences: PackedSequences
     response_positions: torch.Tensor
+    response_index: torch.Tensor
     labels: torch.Tensor
     sequence_ids: torch.Tensor
     response_lengths: torch.Tensor
@@ -88,44 +93,55 @@ def partition(lengths: Sequence[int], max_tokens: int, num_parts: int = 1) -> li
         num_parts += 1
 
 
-def pack(rollouts: Sequence[Rollout], device: torch.device, multiple_of: int = 1) -> MicroBatch:
-    """Pack `rollouts` end to end on `device`, with a tail of pad tokens up to a multiple of `multiple_of`.
+def pack(
+    rollouts: Sequence[Rollout],
+    device: torch.device,
+    context_parallel_size: int = 1,
+    context_parallel_rank: int = 0,
+    tensor_parallel_size: int = 1,
+) -> MicroBatch:
+    """Pack `rollouts` end to end on `device` and take this rank's part.
 
     An empty list gives a pack of padding with no response token: its rank still joins every collective.
+
+    Args:
+        context_parallel_size, context_parallel_rank: how sequences are cut, see `packing`.
+        tensor_parallel_size: the pack becomes a multiple of it (1 without sequence parallelism).
     """
-    lengths = [r.length for r in rollouts]
-    padding = -sum(lengths) % multiple_of if rollouts else multiple_of
-    lengths += [padding] if padding else []
-    tokens = [r.tokens for r in rollouts] + [torch.zeros(padding, dtype=torch.long)]
-    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    lengths = padded_lengths([r.length for r in rollouts], context_parallel_size, tensor_parallel_size)
+    mine = local_tokens(lengths, context_parallel_size, context_parallel_rank)
 
-    positions, labels, sequence_ids = [], [], []
-    for i, rollout in enumerate(rollouts):
-        at = rollout.response_mask.nonzero().squeeze(1)
-        positions.append(at + bounds[i])
-        labels.append(rollout.tokens[at + 1])
-        sequence_ids.append(torch.full_like(at, i))
+    def lay_out(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """One value per token of the whole pack; `parts` start where their sequences do."""
+        whole = torch.zeros(sum(lengths), dtype=dtype)
+        for part, start in zip(parts, accumulate(lengths, initial=0), strict=False):
+            whole[start : start + part.numel()] = part
+        return whole
 
-    def per_token(name: str) -> torch.Tensor | None:
-        values = [getattr(r, name) for r in rollouts]
-        if any(v is None for v in values):
-            return None
-        return _cat([v[r.response_mask] for v, r in zip(values, rollouts, strict=True)], torch.float32).to(device)
+    is_response = lay_out([r.response_mask for r in rollouts], torch.bool)
+    here = is_response[mine]
+    at = mine[here]
 
+    def per_response_token(name: str) -> torch.Tensor | None:
+        parts = [getattr(r, name) for r in rollouts]
+        return None if any(p is None for p in parts) else lay_out(parts, torch.float32)[at].to(device)
+
+    sequence_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    response_lengths = [r.response_length for r in rollouts] + [0] * (len(lengths) - len(rollouts))
     widths = [r.eps_hi for r in rollouts]
     return MicroBatch(
-        input_ids=torch.cat(tokens).unsqueeze(0).to(device),
-        position_ids=torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0).to(device),
-        cu_seqlens=bounds.to(torch.int32).to(device),
-        response_positions=_cat(positions, torch.long).to(device),
-        labels=_cat(labels, torch.long).to(device),
-        sequence_ids=_cat(sequence_ids, torch.long).to(device),
-        response_lengths=torch.tensor([r.response_length for r in rollouts], dtype=torch.long, device=device),
-        old_log_probs=per_token("old_log_probs"),
-        advantages=per_token("advantages"),
-        eps_hi=None if None in widths else torch.tensor(widths, dtype=torch.float64, device=device),
+        input_ids=lay_out([r.tokens for r in rollouts], torch.long)[mine][None].to(device),
+        position_ids=positions[mine][None].to(device),
+        sequences=pack_sequences(lengths, context_parallel_size, context_parallel_rank, device),
+        response_positions=here.nonzero().squeeze(1).to(device),
+        response_index=(is_response.cumsum(0) - 1)[at].to(device),
+        labels=lay_out([r.tokens[1:] for r in rollouts], torch.long)[at].to(device),
+        sequence_ids=sequence_of_token[at].to(device),
+        response_lengths=torch.tensor(response_lengths, dtype=torch.long, device=device),
+        old_log_probs=per_response_token("old_log_probs"),
+        advantages=per_response_token("advantages"),
+        eps_hi=None
+        if None in widths
+        else torch.tensor(widths + [0.0] * (len(lengths) - len(widths)), dtype=torch.float64, device=device),
     )
-
-
-def _cat(parts: list[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    return torch.cat(parts).to(dtype) if parts else torch.empty(0, dtype=dtype)

@@ -61,7 +61,8 @@ def load(engine: PolicyEngine, folder: str) -> dict[str, Any]:
         raise ValueError(f"--ckpt.path: {folder} holds no whole checkpoint; start without --ckpt.load_enable")
     _prepare_torch_optimizers(engine)
     state = cast(dict, dist_checkpointing.load(_state(engine, is_loading=True), str(target)))
-    engine.model.load_state_dict(state["model"])
+    for i, chunk in enumerate(engine.chunks):
+        chunk.load_state_dict(state["model"][str(i)])
     engine.optimizer.load_state_dict(state["optimizer"])
     engine.scheduler.load_state_dict(state["scheduler"])
     return torch.load(target / "client_state.pt", weights_only=False)
@@ -73,7 +74,7 @@ def _state(engine: PolicyEngine, is_loading: bool) -> dict[str, Any]:
         "dp_cp_group": engine.groups.dp_cp,
         "singleton_local_shards": False,
     }
-    model = engine.model.sharded_state_dict(metadata=metadata)
+    model = {str(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(engine.chunks)}
     optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer, "scheduler": engine.scheduler.state_dict()}
 

@@ -8,7 +8,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from transformers import AutoConfig
 
 from gapo_megatron.loss.config import PolicyLossConfig
@@ -19,6 +18,7 @@ from gapo_megatron.megatron.layout import ParallelLayout
 from gapo_megatron.megatron.model import PolicyModel
 from gapo_megatron.megatron.objective import METRICS, micro_batch_objective, summarize
 from gapo_megatron.megatron.optimizer import OptimizerSettings, build_optimizer
+from gapo_megatron.megatron.pipeline import run_schedule
 from gapo_megatron.megatron.transformer_config import transformer_config
 from gapo_megatron.megatron.weights.export import WeightExport
 from gapo_megatron.megatron.weights.hf_folder import HFReader
@@ -64,16 +64,19 @@ class PolicyEngine:
         reader = HFReader(model_path)
         self.hf_config: Any = AutoConfig.from_pretrained(reader.path)
         self.model_config = transformer_config(self.hf_config, config.layout, config.params_dtype, config.recompute)
-        self.model = PolicyModel(self.model_config, self.hf_config, config.temperature)
-        self.model.to(runtime.device())
-        load_hf_weights(self.model, self.hf_config, reader)
+        virtual = config.layout.virtual_pipeline_model_parallel_size
+        self.chunks = [
+            PolicyModel(self.model_config, self.hf_config, config.temperature, chunk).to(runtime.device())
+            for chunk in (range(virtual) if virtual > 1 else [None])
+        ]
+        load_hf_weights(self.chunks, self.hf_config, reader)
         self.groups = Groups.of_this_rank()
-        self.weights = WeightExport(self.model, self.hf_config, reader.shapes(), self.groups)
+        self.weights = WeightExport(self.chunks, self.hf_config, reader.shapes(), self.groups)
 
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True, check_for_nan_in_grad=True
         )
-        self.ddp = DistributedDataParallel(self.model_config, ddp_config, self.model)
+        self.ddp = [DistributedDataParallel(self.model_config, ddp_config, chunk) for chunk in self.chunks]
         self.model_config.finalize_model_grads_func = finalize_model_grads
         self.optimizer, self.scheduler = build_optimizer(self.ddp, config.optimizer, config.params_dtype)
 
@@ -85,9 +88,10 @@ class PolicyEngine:
             per rollout [length - 1] fp32 on the CPU, zero outside of the response.
         """
         parts = self._partition(rollouts)
-        outputs = self._run(rollouts, parts, _return_output, forward_only=True)
+        gather = partial(_all_log_probs, context_parallel=self.groups.cp)
+        outputs = self._run(rollouts, parts, gather, forward_only=True)
         total = sum(r.response_length for r in rollouts)
-        flat = torch.cat([o[0] for o in outputs]) if outputs else torch.empty(total, device=runtime.device())
+        flat = torch.cat(outputs) if outputs else torch.empty(total, device=runtime.device())
         self._broadcast_from_last_stage(flat)
         values = iter(flat.cpu().split([rollouts[i].response_length for part in parts for i in part]))
         result: list[torch.Tensor] = [torch.empty(0)] * len(rollouts)
@@ -114,9 +118,10 @@ class PolicyEngine:
 
     def compute_gradients(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Gradients of the mini-batch's loss into the model's `main_grad` buffers, reduced over all ranks."""
-        self.ddp.zero_grad_buffer()
+        for chunk in self.ddp:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        objective = partial(micro_batch_objective, config=self.config.loss)
+        objective = partial(micro_batch_objective, config=self.config.loss, context_parallel=self.groups.cp)
         outputs = self._run(rollouts, self._partition(rollouts), objective, forward_only=False)
         sums = torch.zeros(len(METRICS), dtype=torch.float64, device=runtime.device())
         maxima = sums.clone()
@@ -126,8 +131,9 @@ class PolicyEngine:
         return summarize(*self._reduce(sums, maxima))
 
     def _reduce(self, sums: torch.Tensor, maxima: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self._broadcast_from_last_stage(sums)
-        self._broadcast_from_last_stage(maxima)
+        both = torch.stack((sums, maxima))
+        self._broadcast_from_last_stage(both)
+        sums, maxima = both
         dist.all_reduce(sums, group=self.groups.dp_cp)
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self.groups.dp_cp)
         return sums, maxima
@@ -137,20 +143,24 @@ class PolicyEngine:
 
     def _partition(self, rollouts: Sequence[Rollout]) -> list[list[int]]:
         """Micro-batches as lists of indices; every data-parallel rank has the same number of them."""
+        layout = self.config.layout
         lengths = [r.length for r in rollouts]
-        parts = partition(lengths, self.config.max_tokens)
+        budget = self.config.max_tokens * layout.context_parallel_size
+        parts = partition(lengths, budget)
         count = torch.tensor(len(parts), device=runtime.device())
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.groups.dp_cp)
-        return parts if int(count) == len(parts) else partition(lengths, self.config.max_tokens, int(count))
+        # The interleaved schedule sends micro-batches through in groups of the pipeline's size.
+        group = layout.pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else 1
+        num_parts = -(-int(count) // group) * group
+        return parts if num_parts == len(parts) else partition(lengths, budget, num_parts)
 
     def _run(self, rollouts, parts, objective, forward_only: bool) -> list[Any]:
         """Send all micro-batches through one schedule; returns what `objective` kept, on the last stage."""
-        multiple_of = self.config.layout.tensor_model_parallel_size if self.model_config.sequence_parallel else 1
-        batches = (pack([rollouts[i] for i in part], runtime.device(), multiple_of) for part in parts)
-        schedule = get_forward_backward_func()
-        return schedule(
+        micro_batches = [self._pack([rollouts[i] for i in part]) for part in parts]
+        return run_schedule(
+            self.model_config,
             forward_step_func=partial(_forward_step, objective=objective),
-            data_iterator=batches,
+            data_iterator=[iter(micro_batches) for _ in self.ddp],
             model=self.ddp,
             num_microbatches=len(parts),
             seq_length=self.config.max_tokens,
@@ -159,11 +169,22 @@ class PolicyEngine:
             collect_non_loss_data=forward_only,
         )
 
+    def _pack(self, rollouts: Sequence[Rollout]) -> MicroBatch:
+        tensor_parallel = self.groups.tp.size() if self.model_config.sequence_parallel else 1
+        return pack(rollouts, runtime.device(), self.groups.cp.size(), self.groups.cp.rank(), tensor_parallel)
+
 
 def _forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module, objective):
     batch = next(batches)
     return model(batch), partial(objective, batch)
 
 
-def _return_output(batch: MicroBatch, output: torch.Tensor, non_loss_data: bool = True) -> torch.Tensor:
-    return output
+def _all_log_probs(
+    batch: MicroBatch, output: torch.Tensor, non_loss_data: bool, context_parallel: dist.ProcessGroup
+) -> torch.Tensor:
+    """Log-probs of all response tokens of the pack, [sum of response lengths], on each of the ranks that share it."""
+    if context_parallel.size() == 1:
+        return output[0]
+    whole = output.new_zeros(int(batch.response_lengths.sum())).index_copy_(0, batch.response_index, output[0])
+    dist.all_reduce(whole, group=context_parallel)
+    return whole

@@ -10,6 +10,24 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Experts:
+    """What distinguishes the mixture of experts of one family.
+
+    Attributes:
+        module: Hugging Face name of the layer's mixture.
+        gate, up, down: Hugging Face names of one expert's projections.
+        normalize_topk: the chosen experts' probabilities are scaled to a sum of 1: True, or the name of the configuration
+            field that says so.
+    """
+
+    module: str
+    gate: str
+    up: str
+    down: str
+    normalize_topk: bool | str
+
+
+@dataclass(frozen=True)
 class Family:
     """What distinguishes one family of Llama-like decoders.
 
@@ -18,12 +36,14 @@ class Family:
             configuration field that says so.
         qk_layernorm: RMSNorm on each head's queries and keys.
         required: fields that must have exactly this value (absent counts as having it).
+        experts: of families with a mixture of experts in every layer.
         ignored: fields of this family that have no effect here.
     """
 
     attention_bias: bool | str = False
     qk_layernorm: bool = False
     required: tuple[tuple[str, Any], ...] = ()
+    experts: Experts | None = None
     ignored: frozenset[str] = frozenset()
 
 
@@ -41,6 +61,17 @@ FAMILIES: dict[str, Family] = {
         ignored=frozenset({"sliding_window", "max_window_layers", "layer_types"}),
     ),
     "mistral": Family(required=(("sliding_window", None),)),
+    "mixtral": Family(
+        experts=Experts("block_sparse_moe", gate="w1", up="w3", down="w2", normalize_topk=True),
+        required=(("sliding_window", None), ("router_jitter_noise", 0.0)),
+    ),
+    "qwen3_moe": Family(
+        attention_bias="attention_bias",
+        qk_layernorm=True,
+        experts=Experts("mlp", gate="gate_proj", up="up_proj", down="down_proj", normalize_topk="norm_topk_prob"),
+        required=(("use_sliding_window", False), ("decoder_sparse_step", 1), ("mlp_only_layers", [])),
+        ignored=frozenset({"sliding_window", "max_window_layers"}),
+    ),
 }
 
 READ = frozenset(
@@ -60,6 +91,8 @@ READ = frozenset(
     }
 )
 
+READ_OF_EXPERTS = frozenset({"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"})
+
 # Of generation, of bookkeeping, or of initialization: no effect on a loaded policy's log-probs. Nor have private fields and
 # token ids.
 WITHOUT_EFFECT = frozenset(
@@ -76,9 +109,11 @@ WITHOUT_EFFECT = frozenset(
         "label2id",
         "output_attentions",
         "output_hidden_states",
+        "output_router_logits",
         "problem_type",
         "return_dict",
         "rope_interleaved",
+        "router_aux_loss_coef",  # of a loss term that is added only where a trainer asks for it
         "torch_dtype",
         "transformers_version",
         "transformers.js_config",
@@ -107,8 +142,11 @@ def family_of(hf_config: Any) -> Family:
                 f"--actor.backend megatron (only {name}={value!r})"
             )
     known = READ | WITHOUT_EFFECT | family.ignored | {"hidden_act"} | {name for name, _ in family.required}
-    if isinstance(family.attention_bias, str):
-        known |= {family.attention_bias}
+    if family.experts is not None:
+        known |= READ_OF_EXPERTS
+    known |= {
+        v for v in (family.attention_bias, family.experts and family.experts.normalize_topk) if isinstance(v, str)
+    }
     unknown = sorted(f for f in set(fields) - known if not f.startswith("_") and not f.endswith("_token_id"))
     if unknown:
         raise ValueError(
@@ -120,8 +158,17 @@ def family_of(hf_config: Any) -> Family:
 
 def attention_bias(hf_config: Any) -> bool:
     """Whether the query, key and value projections of `hf_config` have a bias."""
-    bias = FAMILIES[hf_config.model_type].attention_bias
-    return bool(getattr(hf_config, bias)) if isinstance(bias, str) else bias
+    return _flag(hf_config, FAMILIES[hf_config.model_type].attention_bias)
+
+
+def normalize_topk(hf_config: Any) -> bool:
+    """Whether the probabilities of a token's experts are scaled to a sum of 1."""
+    experts = FAMILIES[hf_config.model_type].experts
+    return experts is not None and _flag(hf_config, experts.normalize_topk)
+
+
+def _flag(hf_config: Any, value: bool | str) -> bool:
+    return bool(getattr(hf_config, value)) if isinstance(value, str) else value
 
 
 def head_dim(hf_config: Any) -> int:

@@ -9,8 +9,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -19,8 +22,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch.nn.attention.bias import causal_lower_right
 
 from gapo_megatron.megatron import runtime
+from gapo_megatron.megatron.packing import PackedSequences
 
 
 class RMSNorm(torch.nn.Module):
@@ -64,7 +69,8 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 class PackedCausalAttention(torch.nn.Module):
     """Causal attention inside each sequence of a pack, by `scaled_dot_product_attention`.
 
-    Takes the place of `DotProductAttention`: `packed_seq_params.cu_seqlens_q` [num_sequences + 1] bounds the sequences.
+    Takes the place of `DotProductAttention`. Under context parallelism each rank keeps its queries and gathers the keys and
+    values of the whole pack, which grouped key-value heads keep small; their gradients are reduce-scattered.
     """
 
     def __init__(
@@ -74,11 +80,12 @@ class PackedCausalAttention(torch.nn.Module):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
         super().__init__()
-        assert config.context_parallel_size == 1, "context parallelism needs another core attention"
         self.softmax_scale = softmax_scale
+        self.context_parallel_group = pg_collection.cp if config.context_parallel_size > 1 and pg_collection else None
 
     def forward(
         self,
@@ -92,26 +99,36 @@ class PackedCausalAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """`query` [tokens, 1, heads, head_dim], `key` and `value` [tokens, 1, kv_heads, head_dim] -> [tokens, 1, hidden]."""
-        assert packed_seq_params is not None, "sequences are always packed"
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        assert isinstance(packed_seq_params, PackedSequences), "sequences are always packed"
+        if packed_seq_params.global_order is not None:
+            key, value = self._gather(torch.stack((key, value), dim=1))[packed_seq_params.global_order].unbind(dim=1)
         # [1, heads, tokens, head_dim], the layout of scaled_dot_product_attention
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         outputs = [
-            F.scaled_dot_product_attention(
-                query[:, :, start:end],
-                key[:, :, start:end],
-                value[:, :, start:end],
-                is_causal=True,
-                scale=self.softmax_scale,
-                enable_gqa=query.size(1) != key.size(1),
-            )
-            for start, end in zip(bounds[:-1], bounds[1:], strict=True)
+            self._attend(query[:, :, span.queries], key[:, :, span.keys], value[:, :, span.keys])
+            for span in packed_seq_params.spans
         ]
         return torch.cat(outputs, dim=2).permute(2, 0, 1, 3).flatten(start_dim=2)
 
+    def _gather(self, local: torch.Tensor) -> torch.Tensor:
+        """[tokens / CP, ...] of every rank, one after the other; the backward pass sums over ranks and scatters."""
+        return gather_from_sequence_parallel_region(local.contiguous(), group=self.context_parallel_group)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        whole = query.size(2) == key.size(2)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if whole else causal_lower_right(query.size(2), key.size(2)),
+            is_causal=whole,
+            scale=self.softmax_scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+
 
 def layer_spec(config: TransformerConfig) -> ModuleSpec:
-    """The spec of one dense decoder layer."""
+    """The spec of one decoder layer, dense or with a mixture of experts."""
     qk_norm = RMSNorm if config.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
@@ -124,24 +141,30 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
             k_layernorm=qk_norm,
         ),
     )
-    mlp = ModuleSpec(
-        module=MLP,
-        submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear),
-    )
+    is_dense = config.num_moe_experts is None
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=attention,
             self_attn_bda=cast(Any, get_bias_dropout_add),
-            mlp=mlp,
+            # A dense MLP's first linear holds the norm; the router needs normalised input too.
+            pre_mlp_layernorm=IdentityOp if is_dense else cast(Any, RMSNorm),
+            mlp=_dense_mlp() if is_dense else get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts),
             mlp_bda=cast(Any, get_bias_dropout_add),
         ),
     )
 
 
-def block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    """The spec of this pipeline stage: its layers and the final norm, which Megatron builds on the last stage only."""
+def _dense_mlp() -> ModuleSpec:
+    return ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear),
+    )
+
+
+def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
+    """The spec of one chunk of this pipeline stage: its layers and the final norm, which Megatron builds on the last."""
     layer = layer_spec(config)
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=cast(Any, RMSNorm)
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=chunk), layer_norm=cast(Any, RMSNorm)
     )

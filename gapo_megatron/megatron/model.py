@@ -5,7 +5,6 @@ from typing import Any, cast
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -21,22 +20,24 @@ from gapo_megatron.megatron.log_probs import vocab_parallel_log_probs
 
 
 class PolicyModel(GPTModel):
-    """One pipeline stage of the policy, over packed sequences.
+    """One pipeline stage of the policy, or one chunk of it under the interleaved schedule, over packed sequences.
 
     Args:
         config: of `transformer_config`.
         hf_config: the Hugging Face configuration (vocabulary, tied embeddings, rotary parameters).
         temperature: of the rollouts; it divides the logits here as it did in sampling.
+        chunk: index among this stage's chunks (Megatron's `vp_stage`), or None where a stage is one chunk.
     """
 
-    def __init__(self, config: TransformerConfig, hf_config: Any, temperature: float) -> None:
+    def __init__(self, config: TransformerConfig, hf_config: Any, temperature: float, chunk: int | None = None) -> None:
         super().__init__(
             config=config,
-            transformer_layer_spec=cast(Any, block_spec(config)),
+            transformer_layer_spec=cast(Any, block_spec(config, chunk)),
             vocab_size=padded_vocab_size(hf_config.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf_config.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+            vp_stage=chunk,
             share_embeddings_and_output_weights=hf_config.tie_word_embeddings,
             position_embedding_type="rope",
         )
@@ -48,16 +49,16 @@ class PolicyModel(GPTModel):
         """Run this stage on one micro-batch.
 
         Returns:
-            [2, num_response_tokens], log-probs and entropies, on the last stage; hidden states
-            [tokens (/ TP under sequence parallelism), 1, hidden_size] on the others.
+            [2, num_response_tokens], log-probs and entropies, of this context-parallel rank, on the last stage; hidden
+            states [tokens (/ TP under sequence parallelism), 1, hidden_size] on the others.
         """
         embedded = self.embedding(batch.input_ids, batch.position_ids) if self.pre_process else None
         hidden_states = self.decoder(
             hidden_states=embedded,
             attention_mask=None,
             rotary_pos_emb=self._rotary_angles(batch.position_ids),
-            # Not "thd": the angles are per token already, so the rotation is one call for the whole pack.
-            packed_seq_params=PackedSeqParams(qkv_format="sbhd", cu_seqlens_q=batch.cu_seqlens),
+            # Their format is not "thd": the angles are per token already, so the rotation is one call for the whole pack.
+            packed_seq_params=batch.sequences,
         )
         return self._response_log_probs(hidden_states, batch) if self.post_process else hidden_states
 

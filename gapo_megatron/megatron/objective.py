@@ -7,6 +7,7 @@ gradients by the total once. So gradients do not depend on how a mini-batch was 
 """
 
 import torch
+import torch.distributed as dist
 
 from gapo_megatron.loss.aggregate import denominator
 from gapo_megatron.loss.config import PolicyLossConfig
@@ -30,7 +31,7 @@ METRICS = (
 
 
 def micro_batch_objective(
-    batch: MicroBatch, output: torch.Tensor, config: PolicyLossConfig
+    batch: MicroBatch, output: torch.Tensor, config: PolicyLossConfig, context_parallel: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Policy loss of one micro-batch on the last stage.
 
@@ -38,6 +39,8 @@ def micro_batch_objective(
         batch: with old log-probs, advantages and clip widths.
         output: [2, num_response_tokens], log-probs and entropies (`PolicyModel.forward`).
         config: of the loss.
+        context_parallel: ranks that hold parts of the same sequences. They add up one vector of log-ratio sums, without
+            gradient; every rank takes part, whatever tokens it holds.
 
     Returns:
         loss sum, denominator (int), {"sums": [len(METRICS)] fp64}.
@@ -48,6 +51,10 @@ def micro_batch_objective(
     log_ratio_sums = sequence_log_ratio_sums(
         log_probs, batch.old_log_probs, mask, batch.sequence_ids, batch.response_lengths.numel()
     )
+    if context_parallel.size() > 1:
+        dist.all_reduce(log_ratio_sums, group=context_parallel)
+    # Ranks that share a sequence count it once.
+    counted_lengths = batch.response_lengths * (context_parallel.rank() == 0)
     result = policy_loss(
         log_probs,
         batch.old_log_probs,
@@ -59,7 +66,7 @@ def micro_batch_objective(
         batch.response_lengths,
         config,
     )
-    count = denominator(mask, batch.response_lengths, config.aggregation)
+    count = denominator(mask, counted_lengths, config.aggregation)
     values = {
         "loss": result.loss_sum,
         "denominator": count,
@@ -70,7 +77,7 @@ def micro_batch_objective(
         "max_abs_log_s": result.abs_log_ratio_max,
         "approx_kl": result.approx_kl_sum,
         "entropy": entropy.sum(),
-        "sequences": (batch.response_lengths > 0).sum(),
+        "sequences": (counted_lengths > 0).sum(),
     }
     sums = torch.stack([values[name].detach().double() for name in METRICS])
     return result.loss_sum, count.int(), {"sums": sums}

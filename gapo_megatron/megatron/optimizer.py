@@ -1,6 +1,7 @@
 """Megatron's AdamW with fp32 masters, sharded over data-parallel ranks, and its learning-rate schedule."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -52,9 +53,12 @@ class OptimizerSettings:
 
 
 def build_optimizer(
-    model: DistributedDataParallel, settings: OptimizerSettings, params_dtype: torch.dtype
+    chunks: list[DistributedDataParallel], settings: OptimizerSettings, params_dtype: torch.dtype
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
-    """The distributed optimizer over `model`, and its schedule. Weights must be loaded before: masters copy them."""
+    """The distributed optimizer over the `chunks` of this rank's model, and its schedule.
+
+    Weights must be loaded before: masters copy them.
+    """
     style, warmup, minimum = SCHEDULES[settings.schedule]
     min_lr = settings.lr * settings.min_lr_ratio if minimum else 0.0
     config = OptimizerConfig(
@@ -70,7 +74,7 @@ def build_optimizer(
         params_dtype=params_dtype,
         use_distributed_optimizer=True,
     )
-    optimizer = get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(config, cast(list, chunks), use_gloo_process_groups=False)
     total = max(2, settings.total_steps)
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -6,6 +6,8 @@ the only one that touches global torch state; everything else takes its device f
 """
 
 import functools
+import os
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -13,9 +15,8 @@ import torch.distributed as dist
 
 from gapo_megatron.megatron.layout import ParallelLayout
 
-# Block-contiguous ranks: [tp, cp, ep, pp] vary fastest and dp slowest, so that the ranks which share one data shard are
-# neighbours. OpenRLHF's RayActorGroup sends chunk i to ranks [i * n, (i + 1) * n) and keeps the first one's answer.
-RANK_ORDER = "tp-cp-ep-pp-dp"
+# Megatron's default. Processes are block-contiguous instead and take the rank that `ParallelLayout.megatron_rank` says.
+RANK_ORDER = "tp-cp-ep-dp-pp"
 
 _FACTORIES = (
     "arange",
@@ -105,7 +106,69 @@ def install_cpu_shim() -> None:
     torch.Tensor.to = tensor_to  # type: ignore[method-assign]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    _shim_uneven_collectives()
+    _shim_streams()
     _shim_megatron_rng()
+
+
+def _shim_uneven_collectives() -> None:
+    """Experts under tensor parallelism gather and scatter unequal numbers of tokens, which gloo refuses."""
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    def even(tensors: list[torch.Tensor]) -> bool:
+        return len({t.shape for t in tensors}) == 1
+
+    def gather(tensor_list, tensor, group=None, async_op=False):
+        if even(tensor_list):
+            return all_gather(tensor_list, tensor, group=group, async_op=async_op)
+        tensor_list[dist.get_rank(group)].copy_(tensor)
+        for i, part in enumerate(tensor_list):
+            dist.broadcast(part, group_src=i, group=group)
+
+    def scatter(output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if even(input_list):
+            return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
+        parts = [part.clone() for part in input_list]
+        for i, part in enumerate(parts):
+            dist.reduce(part, group_dst=i, op=op, group=group)
+        output.copy_(parts[dist.get_rank(group)])
+
+    dist.all_gather, dist.reduce_scatter = gather, scatter
+
+
+class _NoStream:
+    """A CPU's only stream: everything on it has happened already. Also the event that it records."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NoStream)
+
+    __hash__ = object.__hash__
+
+    def wait_stream(self, other: object) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+    def record_event(self) -> "_NoStream":
+        return self
+
+
+def _shim_streams() -> None:
+    """The token dispatcher of mixtures of experts copies counts to the host on a stream of its own."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    torch.cuda.Stream = _NoStream  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = _NoStream  # type: ignore[assignment]
+    torch.cuda.stream = lambda stream: nullcontext()  # type: ignore[assignment]
+
+    def counts_on_host(tensor, as_numpy: bool = False, record_stream: bool = False):
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = counts_on_host
 
 
 def _shim_megatron_rng() -> None:
@@ -116,8 +179,18 @@ def _shim_megatron_rng() -> None:
     random._set_cuda_rng_state = lambda *args, **kwargs: None
 
 
+def _complete_megatron() -> None:
+    """Without Transformer Engine, Megatron's router reads a name that it has not defined."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # pyright: ignore
+
+
 def initialize(layout: ParallelLayout, timeout_minutes: float = 10.0) -> None:
     """Join the process group and build Megatron's groups. Rank, world size and address come from the environment.
+
+    `dist.get_rank()` is Megatron's rank afterwards, not the environment's; process 0 is rank 0 in both.
 
     Raises:
         ValueError: `layout.world_size` is not the number of processes.
@@ -126,14 +199,17 @@ def initialize(layout: ParallelLayout, timeout_minutes: float = 10.0) -> None:
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     install_cpu_shim()
+    _complete_megatron()
     timeout = timedelta(minutes=timeout_minutes)
-    if not dist.is_initialized():
-        dist.init_process_group(backend(), timeout=timeout)
-    if dist.get_world_size() != layout.world_size:
-        raise ValueError(f"the layout is for {layout.world_size} ranks, but {dist.get_world_size()} were started")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world_size != layout.world_size:
+        raise ValueError(f"the layout is for {layout.world_size} ranks, but {world_size} were started")
+    dist.init_process_group(backend(), timeout=timeout, rank=layout.megatron_rank(rank), world_size=world_size)
+    virtual = layout.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         order=RANK_ORDER,

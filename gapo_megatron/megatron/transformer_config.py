@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from gapo_megatron.megatron import runtime
-from gapo_megatron.megatron.families import attention_bias, family_of, head_dim
-from gapo_megatron.megatron.layout import ParallelLayout
+from gapo_megatron.megatron.families import attention_bias, family_of, head_dim, normalize_topk
+from gapo_megatron.megatron.layout import ParallelLayout, expert_channels, num_experts
 
 
 def transformer_config(
@@ -49,14 +49,22 @@ def transformer_config(
         bf16=params_dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tensor_model_parallel_size,
         pipeline_model_parallel_size=layout.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=(
+            layout.virtual_pipeline_model_parallel_size if layout.virtual_pipeline_model_parallel_size > 1 else None
+        ),
         pipeline_model_parallel_layout=_pipeline_layout(layout, hf_config.num_hidden_layers),
         context_parallel_size=layout.context_parallel_size,
         expert_model_parallel_size=layout.expert_model_parallel_size,
         sequence_parallel=layout.sequence_parallel,
+        # The interleaved schedule over two stages needs the form of p2p that keeps the two directions apart.
+        overlap_p2p_comm=layout.virtual_pipeline_model_parallel_size > 1,
+        batch_p2p_comm=layout.virtual_pipeline_model_parallel_size == 1,
         variable_seq_lengths=layout.pipeline_model_parallel_size > 1,
         moe_token_dispatcher_type="alltoall",  # the default one refuses variable lengths, also for dense models
+        **(_mixture_of_experts(hf_config) if family.experts is not None else {}),
         calculate_per_token_loss=True,
-        deallocate_pipeline_outputs=True,
+        # The interleaved schedule frees what it is still sending: NCCL's streams order that, gloo would send freed memory.
+        deallocate_pipeline_outputs=layout.virtual_pipeline_model_parallel_size == 1 or runtime.backend() == "nccl",
         recompute_granularity="full" if recompute else None,
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
@@ -72,11 +80,24 @@ def transformer_config(
     )
 
 
+def _mixture_of_experts(hf_config: Any) -> dict[str, Any]:
+    return dict(
+        num_moe_experts=num_experts(hf_config),
+        moe_router_topk=hf_config.num_experts_per_tok,
+        moe_ffn_hidden_size=expert_channels(hf_config),
+        # Softmax over all experts, or over the chosen ones: the latter is the former scaled to a sum of 1.
+        moe_router_pre_softmax=not normalize_topk(hf_config),
+        moe_router_dtype="fp32",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+    )
+
+
 def _pipeline_layout(layout: ParallelLayout, num_layers: int) -> list[list[str]] | None:
     """Megatron's explicit table of stages, needed where the layers do not divide evenly."""
-    if num_layers % layout.pipeline_model_parallel_size == 0:
+    if num_layers % layout.num_chunks == 0:
         return None
-    stages = [["decoder"] * n for n in layout.layers_per_stage(num_layers)]
+    stages = [["decoder"] * n for n in layout.layers_per_chunk(num_layers)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return stages

@@ -1,7 +1,7 @@
 """Our options on OpenRLHF's command line, and what they resolve to."""
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, get_args
 
 from gapo_megatron.loss.config import Aggregation, ClipSchedule, ImportanceLevel, PolicyLossConfig
@@ -13,6 +13,9 @@ LOSS_FLAGS = ("eps_lo", "eps_hi_max", "importance_level", "clip_schedule", "corr
 MEGATRON_DEFAULTS: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
+    "virtual_pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
     "sequence_parallel": False,
     "params_dtype": "bf16",
     "distributed_timeout_minutes": 10.0,
@@ -107,14 +110,30 @@ def _add_megatron_arguments(group: Any) -> None:
 
     add(
         "tensor_model_parallel_size",
-        "Ranks that split every layer; must divide attention heads, key-value heads and MLP channels. Keep it within "
-        "one node. Default 1; 7B models commonly use 2 to 4.",
+        "Ranks that split every layer; must divide attention heads and MLP channels, and divide the key-value heads or be "
+        "a multiple of them. Keep it within one node. Default 1; 7B models commonly use 2 to 4.",
         type=int,
     )
     add(
         "pipeline_model_parallel_size",
         "Stages that split the layers, also unevenly (30 layers over 4: 8, 8, 7, 7). Default 1; for models that do not "
         "fit one node.",
+        type=int,
+    )
+    add(
+        "virtual_pipeline_model_parallel_size",
+        "Chunks of layers on each pipeline stage: the interleaved schedule, with a smaller bubble and more messages. "
+        "Default 1.",
+        type=int,
+    )
+    add(
+        "context_parallel_size",
+        "Ranks that split every sequence, for long responses: each holds 1/CP of a sequence's activations. Default 1.",
+        type=int,
+    )
+    add(
+        "expert_model_parallel_size",
+        "Ranks that split the experts of a mixture of experts, taken from the context- and data-parallel ranks. Default 1.",
         type=int,
     )
     add(
@@ -235,9 +254,11 @@ def _megatron_layout(args: Any) -> ParallelLayout | None:
             raise ValueError(f"--megatron.{name} must be above 0, not {getattr(args.megatron, name)}")
     layout = ParallelLayout(
         world_size=args.actor.num_nodes * args.actor.num_gpus_per_node,
-        tensor_model_parallel_size=args.megatron.tensor_model_parallel_size,
-        pipeline_model_parallel_size=args.megatron.pipeline_model_parallel_size,
-        sequence_parallel=args.megatron.sequence_parallel,
+        **{
+            field.name: getattr(args.megatron, field.name)
+            for field in fields(ParallelLayout)
+            if field.name != "world_size"
+        },
     )
     _check_model(args.actor.model_name_or_path, layout)
     return layout

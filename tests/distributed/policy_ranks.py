@@ -68,20 +68,19 @@ def policy_on_ranks(
     sizes: dict[str, Any],
     samples: list[dict[str, Any]],
     old_log_probs: list[torch.Tensor],
-    max_tokens: int = 64,
+    options: dict[str, Any],
     steps: int = 2,
-    dtype: torch.dtype = torch.float32,
-    recompute: bool = False,
 ) -> dict[str, Any] | None:
-    """Log-probs, metrics and gradients of one mini-batch, then parameters after `steps` optimizer steps; on rank 0."""
+    """Log-probs, metrics and gradients of one mini-batch, then parameters after `steps` optimizer steps; on rank 0.
+
+    `options` are fields of `EngineConfig` that differ from those of these tests.
+    """
     torch.manual_seed(1)
     layout = ParallelLayout(world_size=int(os.environ["WORLD_SIZE"]), **sizes)
-    runtime.initialize(layout, timeout_minutes=2)
-    loss = PolicyLossConfig()
-    config = EngineConfig(
-        layout, dtype, temperature=0.8, max_tokens=max_tokens, recompute=recompute, loss=loss, optimizer=OPTIMIZER
-    )
-    engine = PolicyEngine(model_path, config)
+    runtime.initialize(layout, timeout_minutes=1)
+    defaults = dict(params_dtype=torch.float32, temperature=0.8, max_tokens=64, optimizer=OPTIMIZER)
+    engine = PolicyEngine(model_path, EngineConfig(layout, **{**defaults, **options}))
+    loss = engine.config.loss
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     mine = slice(rank * len(samples) // size, (rank + 1) * len(samples) // size)
 
@@ -91,7 +90,8 @@ def policy_on_ranks(
 
     rollouts = to_rollouts(samples[mine], loss, old_log_probs[mine])
     metrics = engine.compute_gradients(rollouts)
-    gradients = {name: tensor.clone() for name, tensor in engine.weights.stream(_full_gradients(engine))}
+    _gather_gradients(engine)
+    gradients = {name: tensor.clone() for name, tensor in engine.weights.stream(lambda p: p.main_grad)}
     steps_metrics = [engine.train_step(rollouts) for _ in range(steps)]
     parameters = {name: tensor.clone() for name, tensor in engine.weights}
     if dist.get_rank() != 0:
@@ -105,11 +105,13 @@ def policy_on_ranks(
     )
 
 
-def _full_gradients(engine: PolicyEngine) -> dict[str, torch.Tensor]:
+def _gather_gradients(engine: PolicyEngine) -> None:
     """The distributed optimizer leaves each data-parallel rank its own part of the reduced gradients: gather them."""
-    for buffer in engine.ddp.buffers:
-        for bucket in buffer.buckets:
-            group = engine.groups.dp_cp
-            mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)
-    return {name: parameter.main_grad for name, parameter in engine.model.named_parameters()}
+    for chunk in engine.ddp:
+        for buffers, group in (
+            (chunk.buffers, engine.groups.dp_cp),
+            (chunk.expert_parallel_buffers, engine.groups.expert_dp),
+        ):
+            for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+                mine = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, mine, group=group)

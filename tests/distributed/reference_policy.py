@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 EPS_LO, EPS_HI_MAX = 3e-3, 5e-3
 
@@ -21,6 +22,14 @@ class ReferencePolicy:
         """[length - 1]."""
         logits = self.model(tokens[None]).logits[0, :-1] / self.temperature
         return logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+
+    def mean_entropy(self, samples: list[dict[str, Any]]) -> float:
+        """Of the distributions from which the response tokens were drawn, in nats."""
+        entropies = []
+        for sample in samples:
+            logits = self.model(sample["tokens"][None]).logits[0, :-1] / self.temperature
+            entropies.append(torch.distributions.Categorical(logits=logits).entropy()[sample["response_mask"]])
+        return float(torch.cat(entropies).double().mean())
 
     def loss(self, samples: list[dict[str, Any]], old_log_probs: list[torch.Tensor], group_size: int) -> torch.Tensor:
         """Token-mean GAPO of the mini-batch; rollouts without response tokens take no part."""
@@ -41,13 +50,22 @@ class ReferencePolicy:
         return total / num_tokens
 
     def gradients(self, *args: Any) -> dict[str, torch.Tensor]:
-        """Of `loss`, by parameter name."""
+        """Of `loss`, by the name of the tensor in the model's folder."""
         self.model.zero_grad()
         self.loss(*args).backward()
-        return {name: p.grad.clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        return self._as_saved({n: p.grad for n, p in self.model.named_parameters() if p.grad is not None})
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """By the name of the tensor in the model's folder."""
+        return self._as_saved(dict(self.model.named_parameters()))
+
+    def _as_saved(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """transformers stacks the experts' weights in memory; its own conversion undoes that, for gradients as well."""
+        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        return dict(revert_weight_conversion(self.model, tensors))
 
     def train(self, steps: int, settings: Any, *args: Any) -> dict[str, torch.Tensor]:
-        """Parameters after `steps` of AdamW; biases and norms are not decayed."""
+        """`parameters()` after `steps` of AdamW; biases and norms are not decayed."""
         matrices = [p for p in self.model.parameters() if p.dim() > 1]
         vectors = [p for p in self.model.parameters() if p.dim() == 1]
         optimizer = torch.optim.AdamW(
@@ -60,4 +78,4 @@ class ReferencePolicy:
             self.gradients(*args)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.max_norm)
             optimizer.step()
-        return {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        return self.parameters()

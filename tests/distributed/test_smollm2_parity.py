@@ -58,7 +58,7 @@ def test_smollm2_equals_transformers_under_pipeline_parallelism(ranks, model, re
     gradients = policy.gradients(samples, log_probs, GROUP_SIZE)
     for stages in (1, 2, 3):
         sizes = dict(pipeline_model_parallel_size=stages)
-        result = ranks.run(stages, policy_on_ranks, model, sizes, samples, log_probs, 256, 0)[0]
+        result = ranks.run(stages, policy_on_ranks, model, sizes, samples, log_probs, dict(max_tokens=256), 0)[0]
         difference = max(
             float((a - b * s["response_mask"]).abs().max())
             for a, b, s in zip(result["log_probs"], log_probs, samples, strict=True)

@@ -12,6 +12,7 @@ from gapo_megatron.megatron import runtime
 from gapo_megatron.megatron.engine import EngineConfig, PolicyEngine
 from gapo_megatron.megatron.layout import ParallelLayout
 from gapo_megatron.megatron.weights import hf_folder
+from tests.distributed.parity_matrix import is_mixture
 from tests.tiny_models import CONFIGS, save_tiny_model
 
 
@@ -30,16 +31,30 @@ def tensors(folder) -> dict[str, torch.Tensor]:
     return {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_round_trip_is_byte_identical(ranks, tmp_path, name):
+PIPELINED = dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+SIZES = {
+    **{name: PIPELINED for name in CONFIGS if not is_mixture(name)},
+    # Each of the four ranks holds other experts or other layers.
+    **{
+        name: dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2) for name in CONFIGS if is_mixture(name)
+    },
+}
+CASES = [
+    *SIZES.items(),
+    ("llama-tied", dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)),
+    ("llama-one-kv-head", dict(tensor_model_parallel_size=4)),
+    ("mixtral", dict(tensor_model_parallel_size=2, sequence_parallel=True, expert_model_parallel_size=2)),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES)
+def test_round_trip_is_byte_identical(ranks, tmp_path, name, sizes):
     path = save_tiny_model(tmp_path, name, torch.bfloat16)
     out = tmp_path / "out"
     out.mkdir()
     (out / "metrics.jsonl").write_text("{}")
     (out / "model-00009-of-00009.safetensors").write_bytes(b"stale")
-    ranks.run(
-        4, round_trip, path, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), str(out), 100_000
-    )
+    ranks.run(4, round_trip, path, sizes, str(out), 100_000)
     original, written = tensors(tmp_path / path.rsplit("/", 1)[-1]), tensors(out)
     assert written.keys() == original.keys()
     assert all(torch.equal(written[n].view(torch.int16), t.view(torch.int16)) for n, t in original.items())

@@ -37,7 +37,7 @@ def test_partition_gives_empty_parts_when_there_are_fewer_sequences_than_parts()
 
 def test_labels_are_the_tokens_that_follow_the_response_positions():
     batch = pack([rollout(5, 2), rollout(4, 3)], torch.device("cpu"))
-    assert batch.cu_seqlens.tolist() == [0, 5, 9]
+    assert [(s.keys.start, s.keys.stop) for s in batch.sequences.spans] == [(0, 5), (5, 9)]
     assert batch.position_ids[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3]
     assert batch.response_positions.tolist() == [2, 3, 5, 6, 7]
     assert batch.labels.tolist() == batch.input_ids[0, batch.response_positions + 1].tolist()
@@ -46,8 +46,8 @@ def test_labels_are_the_tokens_that_follow_the_response_positions():
 
 
 def test_padding_is_a_sequence_without_response_tokens():
-    batch = pack([rollout(5, 2)], torch.device("cpu"), multiple_of=4)
-    assert batch.cu_seqlens.tolist() == [0, 5, 8]
+    batch = pack([rollout(5, 2)], torch.device("cpu"), tensor_parallel_size=4)
+    assert [(s.keys.start, s.keys.stop) for s in batch.sequences.spans] == [(0, 5), (5, 8)]
     assert batch.input_ids.shape == (1, 8)
     assert batch.response_positions.tolist() == [2, 3]
 
@@ -59,6 +59,6 @@ def test_per_token_values_follow_their_tokens():
 
 
 def test_a_pack_of_nothing_still_has_tokens_for_the_collectives():
-    batch = pack([], torch.device("cpu"), multiple_of=2)
+    batch = pack([], torch.device("cpu"), tensor_parallel_size=2)
     assert batch.input_ids.shape == (1, 2)
-    assert batch.labels.numel() == batch.response_lengths.numel() == 0
+    assert batch.labels.numel() == 0 and batch.response_lengths.tolist() == [0]

@@ -1,45 +1,36 @@
 """Hugging Face folder -> this rank's shards, one parameter at a time."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from gapo_megatron.megatron.model import PolicyModel
 from gapo_megatron.megatron.weights.hf_folder import HFReader
+from gapo_megatron.megatron.weights.local import local_parameters
 from gapo_megatron.megatron.weights.mapping import Parameter, dimensions, parameters, tied_output_layer
 
 
-def local_name(model: PolicyModel, parameter: Parameter) -> str | None:
-    """The name of `parameter` in this stage's module, or None when another stage holds it."""
-    if parameter.layer is None:
-        held = model.pre_process if parameter.first_stage else model.post_process
-        return parameter.name if held else None
-    index = parameter.layer - get_transformer_layer_offset(model.config)
-    return parameter.name.format(index) if 0 <= index < len(model.decoder.layers) else None
-
-
 @torch.no_grad()
-def load_hf_weights(model: PolicyModel, hf_config: Any, reader: HFReader) -> None:
-    """Fill `model` from `reader`. Reads only what this rank needs; holds one parameter's full tensors at a time.
+def load_hf_weights(chunks: Sequence[PolicyModel], hf_config: Any, reader: HFReader) -> None:
+    """Fill this rank's `chunks` from `reader`. Reads only what it needs; holds one parameter's full tensors at a time.
 
     Raises:
         ValueError: a tensor of the folder that the table does not know, a missing tensor, or a shape that differs.
     """
     table = list(parameters(hf_config))
     _refuse_unknown(reader, table, tied=hf_config.tie_word_embeddings)
-    if hf_config.tie_word_embeddings and not model.pre_process:
+    if hf_config.tie_word_embeddings and not any(chunk.pre_process and chunk.post_process for chunk in chunks):
         table.append(tied_output_layer())
-    dims = dimensions(hf_config, model.config.tensor_model_parallel_size)
+    dims = dimensions(hf_config, chunks[0].config.tensor_model_parallel_size)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    missing = dict(model.named_parameters())
-    for parameter in table:
-        name = local_name(model, parameter)
-        if name is None:
+    missing = {parameter: name for chunk in chunks for name, parameter in chunk.named_parameters()}
+    for parameter, target in local_parameters(chunks, table):
+        if target is None:
             continue
-        target = missing.pop(name)
+        name = missing.pop(target)
         shard = parameter.sharding.split([reader.tensor(n) for n in parameter.hf_names], rank, dims)
         if shard.shape != target.shape:
             raise ValueError(
@@ -48,7 +39,7 @@ def load_hf_weights(model: PolicyModel, hf_config: Any, reader: HFReader) -> Non
             )
         target.copy_(shard)
         _mark_sharded(target, parameter)
-    assert not missing, f"the weight table does not fill {sorted(missing)}"
+    assert not missing, f"the weight table does not fill {sorted(missing.values())}"
 
 
 def _mark_sharded(target: torch.nn.Parameter, parameter: Parameter) -> None:

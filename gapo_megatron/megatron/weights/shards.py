@@ -66,14 +66,15 @@ def merge_vocab(shards: Sequence[Tensor], dims: Dimensions) -> list[Tensor]:
 
 
 def split_qkv(tensors: Sequence[Tensor], rank: int, dims: Dimensions) -> Tensor:
-    """q [heads * D, ...], k and v [kv_heads * D, ...] -> Megatron's fused order, the KV groups of `rank`.
+    """q [heads * D, ...], k and v [kv_heads * D, ...] -> the rows of `rank` in Megatron's fused order.
 
-    Each KV group is stored as its query heads, its key head, its value head. Serves weights [.., H] and biases [..].
+    Each KV group is stored as its query heads, its key head, its value head; a rank's rows may end inside of a group where
+    there are fewer groups than ranks. Serves weights [.., H] and biases [..].
     """
     groups = dims.num_kv_heads
     q, k, v = (t.view(groups, -1, *t.shape[1:]) for t in tensors)
-    fused = torch.cat((q, k, v), dim=1).chunk(dims.tensor_parallel)[rank]
-    return fused.reshape(-1, *fused.shape[2:])
+    fused = torch.cat((q, k, v), dim=1)
+    return fused.reshape(-1, *fused.shape[2:]).chunk(dims.tensor_parallel)[rank]
 
 
 def merge_qkv(shards: Sequence[Tensor], dims: Dimensions) -> list[Tensor]:
