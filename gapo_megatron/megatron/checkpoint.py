@@ -19,6 +19,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from gapo_megatron.megatron.engine import PolicyEngine
 
 LATEST = "latest"
+OURS = "client_state.pt"
 
 
 def save(engine: PolicyEngine, folder: str, tag: str, client_state: dict[str, Any], max_num: int = 3) -> None:
@@ -39,7 +40,8 @@ def save(engine: PolicyEngine, folder: str, tag: str, client_state: dict[str, An
     dist.barrier()
     dist_checkpointing.save(_state(engine, is_loading=False), str(temporary))
     if dist.get_rank() == 0:
-        torch.save(client_state, temporary / "client_state.pt")
+        ours = {"client_state": client_state, "num_optimizers": len(_optimizers(engine))}
+        torch.save(ours, temporary / OURS)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
@@ -59,13 +61,20 @@ def load(engine: PolicyEngine, folder: str) -> dict[str, Any]:
     target = Path(folder) / latest.read_text().strip() if latest.exists() else None
     if target is None or not target.is_dir():
         raise ValueError(f"--ckpt.path: {folder} holds no whole checkpoint; start without --ckpt.load_enable")
+    ours = torch.load(target / OURS, weights_only=False)
+    if ours["num_optimizers"] != len(_optimizers(engine)):
+        saved, fix = ("with", "above 1") if ours["num_optimizers"] > 1 else ("without", "of 1")
+        raise ValueError(
+            f"--megatron.expert_model_parallel_size: {target} was saved {saved} expert parallelism, whose optimizer state is "
+            f"laid out otherwise; resume with a size {fix}, or start from a Hugging Face folder (--ckpt.save_hf)"
+        )
     _prepare_torch_optimizers(engine)
     state = cast(dict, dist_checkpointing.load(_state(engine, is_loading=True), str(target)))
     for i, chunk in enumerate(engine.chunks):
         chunk.load_state_dict(state["model"][str(i)])
     engine.optimizer.load_state_dict(state["optimizer"])
     engine.scheduler.load_state_dict(state["scheduler"])
-    return torch.load(target / "client_state.pt", weights_only=False)
+    return ours["client_state"]
 
 
 def _state(engine: PolicyEngine, is_loading: bool) -> dict[str, Any]:
@@ -73,10 +82,50 @@ def _state(engine: PolicyEngine, is_loading: bool) -> dict[str, Any]:
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": engine.groups.dp_cp,
         "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
     }
+    for distributed in _optimizers(engine):
+        distributed.get_parameter_state_dp_zero = partial(_gather_state, distributed)  # type: ignore[method-assign]
     model = {str(i): chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(engine.chunks)}
     optimizer = engine.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
     return {"model": model, "optimizer": optimizer, "scheduler": engine.scheduler.state_dict()}
+
+
+def _optimizers(engine: PolicyEngine) -> list[DistributedOptimizer]:
+    """The optimizer of the dense parameters, and the one of the experts under expert parallelism."""
+    return cast(list[DistributedOptimizer], cast(ChainedOptimizer, engine.optimizer).chained_optimizers)
+
+
+def _gather_state(
+    distributed: DistributedOptimizer,
+    use_gloo_comm: bool = False,
+    empty_data: bool = False,
+    return_on_all_ranks: bool = True,
+) -> dict[int, Any]:
+    """Masters and moments of all data-parallel ranks, by buffer and data type: `get_parameter_state_dp_zero`.
+
+    Megatron-Core 0.16.1 writes buckets one after the other and reads parameters at their places in the buffer, where
+    buckets are padded. Tied embeddings on a pipeline's last stage are a bucket of their own, and what follows a padded
+    bucket would be saved shifted.
+    """
+    group = distributed.data_parallel_group
+    state: dict[int, Any] = {}
+    for i, ranges in enumerate(distributed.gbuf_ranges):
+        buffer = distributed.buffers[i]
+        dtype, bucket_ranges = next(iter(cast(dict, ranges).items()))
+        whole = {name: torch.zeros(buffer.numel, dtype=torch.float32) for name in ("param", "exp_avg", "exp_avg_sq")}
+        for bucket, bucket_range in zip(buffer.buckets, () if empty_data else bucket_ranges, strict=False):
+            size = bucket.grad_data.numel() // group.size()
+            for name, tensor in whole.items():
+                mine = torch.zeros(size, dtype=torch.float32, device=bucket.grad_data.device)
+                for parameter, place in bucket_range["param_map"].items():
+                    at = place["gbuf_local"]
+                    mine[at.start : at.end] = distributed._get_main_param_and_optimizer_states(parameter)[name]
+                parts = [torch.empty_like(mine) for _ in range(group.size())]
+                dist.all_gather(parts, mine, group=group)
+                tensor[bucket.offset : bucket.offset + bucket.grad_data.numel()] = torch.cat(parts).cpu()
+        state[i] = {dtype: whole}
+    return state
 
 
 def _prepare_torch_optimizers(engine: PolicyEngine) -> None:
@@ -85,7 +134,7 @@ def _prepare_torch_optimizers(engine: PolicyEngine) -> None:
     Its loader describes what it wants by the optimizer's present state, which a fresh torch optimizer lacks, and does not
     expect the step count that torch keeps beside the moments.
     """
-    for distributed in cast(list[DistributedOptimizer], cast(ChainedOptimizer, engine.optimizer).chained_optimizers):
+    for distributed in _optimizers(engine):
         inner = distributed.optimizer
         if not isinstance(inner, torch.optim.AdamW):
             continue

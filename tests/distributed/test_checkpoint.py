@@ -40,10 +40,17 @@ def train_and_save(model_path: str, sizes: dict, dtype: torch.dtype, folder: str
     return (weights, client_state, metrics["lr"] if steps else None) if dist.get_rank() == 0 else None
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_resumed_run_continues_exactly(ranks, tmp_path, dtype):
-    path = save_tiny_model(tmp_path, "qwen2", dtype)
-    sizes = dict(tensor_model_parallel_size=2)
+@pytest.mark.parametrize(
+    ("name", "dtype", "sizes"),
+    [
+        ("qwen2", torch.float32, dict(tensor_model_parallel_size=2)),
+        ("qwen2", torch.bfloat16, dict(tensor_model_parallel_size=2, context_parallel_size=2)),
+        ("llama-tied", torch.bfloat16, dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)),
+        ("qwen3-moe", torch.bfloat16, dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2)),
+    ],
+)
+def test_a_resumed_run_continues_exactly(ranks, tmp_path, name, dtype, sizes):
+    path = save_tiny_model(tmp_path, name, dtype)
 
     def run(folder: str, resume: bool, steps: int):
         return ranks.run(4, train_and_save, path, sizes, dtype, str(tmp_path / folder), resume, steps)[0]
@@ -55,16 +62,37 @@ def test_a_resumed_run_continues_exactly(ranks, tmp_path, dtype):
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 
-def test_a_checkpoint_loads_under_another_layout(ranks, tmp_path):
-    path = save_tiny_model(tmp_path, "llama-tied")
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("llama-tied", (2, dict(tensor_model_parallel_size=2)), (4, dict(pipeline_model_parallel_size=2))),
+        (
+            "llama-tied",
+            (2, dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)),
+            (2, dict(context_parallel_size=2)),
+        ),
+        (
+            "mixtral",
+            (2, dict(expert_model_parallel_size=2)),
+            (4, dict(expert_model_parallel_size=2, pipeline_model_parallel_size=2)),
+        ),
+    ],
+)
+def test_a_checkpoint_loads_under_another_layout(ranks, tmp_path, name, before, after):
+    path = save_tiny_model(tmp_path, name)
     folder = str(tmp_path / "checkpoints")
-    args = (path, dict(tensor_model_parallel_size=2), torch.float32, folder)
-    saved, _, _ = ranks.run(2, train_and_save, *args, False, 2)[0]
-    loaded, state, _ = ranks.run(
-        4, train_and_save, path, dict(pipeline_model_parallel_size=2), torch.float32, folder, True, 0
-    )[0]
+    (saved_ranks, saved_sizes), (loaded_ranks, loaded_sizes) = before, after
+    saved, _, _ = ranks.run(saved_ranks, train_and_save, path, saved_sizes, torch.float32, folder, False, 2)[0]
+    loaded, state, _ = ranks.run(loaded_ranks, train_and_save, path, loaded_sizes, torch.float32, folder, True, 0)[0]
     assert state["global_step"] == 2
     assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+
+
+def test_a_checkpoint_with_expert_parallelism_is_not_resumed_without(ranks, tmp_path):
+    path, folder = save_tiny_model(tmp_path, "mixtral"), str(tmp_path / "checkpoints")
+    ranks.run(2, train_and_save, path, dict(expert_model_parallel_size=2), torch.float32, folder, False, 1)
+    with pytest.raises(RuntimeError, match="was saved with expert parallelism.*resume with a size above 1"):
+        ranks.run(1, train_and_save, path, {}, torch.float32, folder, True, 0)
 
 
 def test_only_the_newest_checkpoints_stay_and_an_interrupted_one_is_not_loaded(ranks, tmp_path):
