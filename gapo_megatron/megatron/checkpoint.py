@@ -65,8 +65,8 @@ def load(engine: PolicyEngine, folder: str) -> dict[str, Any]:
     if ours["num_optimizers"] != len(_optimizers(engine)):
         saved, fix = ("with", "above 1") if ours["num_optimizers"] > 1 else ("without", "of 1")
         raise ValueError(
-            f"--megatron.expert_model_parallel_size: {target} was saved {saved} expert parallelism, whose optimizer state is "
-            f"laid out otherwise; resume with a size {fix}, or start from a Hugging Face folder (--ckpt.save_hf)"
+            f"--megatron.expert_model_parallel_size: {target} was saved {saved} expert parallelism, which lays out the "
+            f"optimizer's state otherwise; resume with a size {fix}, or start from a Hugging Face folder (--ckpt.save_hf)"
         )
     _prepare_torch_optimizers(engine)
     state = cast(dict, dist_checkpointing.load(_state(engine, is_loading=True), str(target)))
@@ -110,9 +110,9 @@ def _gather_state(
     """
     group = distributed.data_parallel_group
     state: dict[int, Any] = {}
-    for i, ranges in enumerate(distributed.gbuf_ranges):
+    for i, ranges in enumerate(cast(Any, distributed).gbuf_ranges):
         buffer = distributed.buffers[i]
-        dtype, bucket_ranges = next(iter(cast(dict, ranges).items()))
+        dtype, bucket_ranges = next(iter(ranges.items()))
         whole = {name: torch.zeros(buffer.numel, dtype=torch.float32) for name in ("param", "exp_avg", "exp_avg_sq")}
         for bucket, bucket_range in zip(buffer.buckets, () if empty_data else bucket_ranges, strict=False):
             size = bucket.grad_data.numel() // group.size()
