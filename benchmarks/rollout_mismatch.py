@@ -61,6 +61,8 @@ def arguments(model: str, output: Path) -> SimpleNamespace:
                 "ckpt.output_dir": str(output / "model"),
                 "vllm.tensor_parallel_size": 1,
                 "megatron.params_dtype": "bf16",
+                "megatron.recompute_granularity": None,
+                "megatron.recompute_modules": None,
                 "megatron.distributed_timeout_minutes": 5.0,
                 "megatron.sync_bucket_mb": 64,
                 "policy_loss_config": PolicyLossConfig(),

@@ -19,6 +19,7 @@ from gapo_megatron.megatron.model import PolicyModel
 from gapo_megatron.megatron.objective import METRICS, micro_batch_objective, summarize
 from gapo_megatron.megatron.optimizer import OptimizerSettings, build_optimizer
 from gapo_megatron.megatron.pipeline import run_schedule
+from gapo_megatron.megatron.recompute import Recompute
 from gapo_megatron.megatron.transformer_config import transformer_config
 from gapo_megatron.megatron.weights.export import WeightExport
 from gapo_megatron.megatron.weights.hf_folder import HFReader
@@ -34,7 +35,7 @@ class EngineConfig:
         params_dtype: of weights and activations; masters and gradient sums are fp32.
         temperature: of the rollouts.
         max_tokens: token budget of one micro-batch.
-        recompute: recompute each layer's activations in the backward pass (`--actor.gradient_checkpointing_enable`).
+        recompute: which activations the backward pass computes again.
         loss: the policy loss.
         optimizer: AdamW and its schedule.
     """
@@ -43,7 +44,7 @@ class EngineConfig:
     params_dtype: torch.dtype = torch.bfloat16
     temperature: float = 1.0
     max_tokens: int = 16384
-    recompute: bool = False
+    recompute: Recompute = field(default_factory=Recompute)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 

@@ -6,6 +6,7 @@ from typing import Any, get_args
 
 from gapo_megatron.loss.config import Aggregation, ClipSchedule, ImportanceLevel, PolicyLossConfig
 from gapo_megatron.megatron.layout import ParallelLayout
+from gapo_megatron.megatron.recompute import Granularity, Module
 from gapo_megatron.openrlhf import patching, unsupported
 from gapo_megatron.openrlhf.dataset import check_columns
 
@@ -18,6 +19,8 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "sequence_parallel": False,
     "params_dtype": "bf16",
+    "recompute_granularity": None,
+    "recompute_modules": None,
     "distributed_timeout_minutes": 10.0,
     "sync_bucket_mb": 256,
 }
@@ -145,6 +148,19 @@ def _add_megatron_arguments(group: Any) -> None:
         "params_dtype",
         "Weights and activations; masters, gradient sums and ratios are fp32 or better. Default bf16; fp32 for tests.",
         choices=("bf16", "fp32"),
+    )
+    add(
+        "recompute_granularity",
+        "Compute activations again in the backward pass instead of keeping them: full (whole layers, the least memory; same "
+        "as --actor.gradient_checkpointing_enable) or selective (--megatron.recompute_modules). Same result. Default: none.",
+        choices=get_args(Granularity),
+    )
+    add(
+        "recompute_modules",
+        "What selective recompute covers: core_attn, attention without its projections, and mlp, which holds most of a "
+        "layer's activations. Default core_attn.",
+        nargs="+",
+        choices=get_args(Module),
     )
     add(
         "distributed_timeout_minutes",
