@@ -13,8 +13,8 @@ class Recompute:
 
     Attributes:
         granularity: "full" keeps the input of each layer only, "selective" recomputes `modules`, None keeps everything.
-        modules: with "selective", "core_attn" (attention without its projections) or "mlp" (also of experts) or both. Norms are part of the
-            linear layers that follow them, so there is no "layernorm".
+        modules: with "selective", "core_attn" (attention without its projections) or "mlp" (also of experts) or both.
+            Norms are part of the linear layers that follow them, so there is no "layernorm".
     """
 
     granularity: Granularity | None = None

@@ -105,7 +105,13 @@ MEGATRON: tuple[Unsupported, ...] = (
         "leave it out, and raise --megatron.tensor_model_parallel_size or --megatron.pipeline_model_parallel_size",
     ),
     Unsupported("--ds.zpg", lambda a: a.ds.zpg > 1, "it is an option of ZeRO stage 3", _LEAVE_OUT),
-    Unsupported("--ds.adam_offload", lambda a: a.ds.adam_offload, "the optimizer stays on its device", _LEAVE_OUT),
+    Unsupported(
+        "--ds.adam_offload",
+        lambda a: a.ds.adam_offload,
+        # Megatron-Core 0.16.1's HybridDeviceOptimizer: KeyError without CUDA, TypeError without Transformer Engine.
+        "Megatron-Core's optimizer on the host runs on CUDA with Transformer Engine only, and was never tried here",
+        "leave it out, and say --ds.enable_sleep: the optimizer is on the host whenever it is not training",
+    ),
     Unsupported("--ds.deepcompile", lambda a: a.ds.deepcompile, "it compiles DeepSpeed's engine", _LEAVE_OUT),
     Unsupported(
         "--ds.use_universal_ckpt",

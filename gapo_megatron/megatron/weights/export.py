@@ -9,6 +9,7 @@ import torch.distributed as dist
 from gapo_megatron.megatron import runtime
 from gapo_megatron.megatron.groups import Groups
 from gapo_megatron.megatron.model import PolicyModel
+from gapo_megatron.megatron.offload import require_resident
 from gapo_megatron.megatron.weights.local import local_parameters
 from gapo_megatron.megatron.weights.mapping import Parameter, dimensions, parameters
 
@@ -59,6 +60,7 @@ class WeightExport:
         return self.groups.tp if parameter.expert is None else self.groups.expert_tp
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        require_resident(self._any_parameter())
         return self.stream(lambda parameter: parameter.detach())
 
     def stream(self, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
