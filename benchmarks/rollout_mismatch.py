@@ -55,6 +55,8 @@ def arguments(model: str, output: Path) -> SimpleNamespace:
                 "train.batch_size": 64,
                 "train.max_epochs": 1,
                 "train.seed": 42,
+                "train.colocate_all": False,
+                "ds.enable_sleep": False,
                 "data.disable_fast_tokenizer": False,
                 "ckpt.load_enable": False,
                 "ckpt.path": str(output / "checkpoints"),

@@ -7,7 +7,7 @@ from typing import Any, get_args
 from gapo_megatron.loss.config import Aggregation, ClipSchedule, ImportanceLevel, PolicyLossConfig
 from gapo_megatron.megatron.layout import ParallelLayout
 from gapo_megatron.megatron.recompute import Granularity, Module
-from gapo_megatron.openrlhf import patching, unsupported
+from gapo_megatron.openrlhf import colocation, patching, unsupported
 from gapo_megatron.openrlhf.dataset import check_columns
 
 LOSS_FLAGS = ("eps_lo", "eps_hi_max", "importance_level", "clip_schedule", "correct_threshold")
@@ -265,6 +265,7 @@ def _megatron_layout(args: Any) -> ParallelLayout | None:
                 raise ValueError(f"--megatron.{name} has no effect on DeepSpeed; add --actor.backend megatron")
         return None
     unsupported.refuse(args, unsupported.MEGATRON, "--actor.backend megatron")
+    colocation.check(args)
     for name in ("distributed_timeout_minutes", "sync_bucket_mb"):
         if not getattr(args.megatron, name) > 0:
             raise ValueError(f"--megatron.{name} must be above 0, not {getattr(args.megatron, name)}")

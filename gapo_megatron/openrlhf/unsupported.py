@@ -179,16 +179,6 @@ MEGATRON: tuple[Unsupported, ...] = (
         _LEAVE_OUT,
     ),
     Unsupported(
-        "--train.colocate_all",
-        lambda a: a.train.colocate_all,
-        "the actor and vLLM need devices of their own",
-        "leave it out, and count --actor.num_gpus_per_node and --vllm.num_engines as separate devices",
-    ),
-    Unsupported(
-        "--vllm.enable_sleep", lambda a: a.vllm.enable_sleep, "the actor and vLLM share no device", "leave it out"
-    ),
-    Unsupported("--ds.enable_sleep", lambda a: a.ds.enable_sleep, "the actor and vLLM share no device", "leave it out"),
-    Unsupported(
         "--vllm.sync_with_ray",
         lambda a: a.vllm.sync_with_ray,
         "weights go through vLLM's own transfer engines",

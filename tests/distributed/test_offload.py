@@ -4,6 +4,7 @@ Exact: bytes are copied, nothing is computed.
 """
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from gapo_megatron.megatron import checkpoint, runtime
 from gapo_megatron.megatron.engine import EngineConfig, PolicyEngine
 from gapo_megatron.megatron.layout import ParallelLayout
 from gapo_megatron.megatron.offload import PARTS
+from gapo_megatron.openrlhf.sleep import SleepMixin
 from tests.distributed.policy_ranks import OPTIMIZER, make_rollouts, to_rollouts
 from tests.tiny_models import save_tiny_model
 
@@ -111,3 +113,27 @@ def test_an_offloaded_engine_says_so_when_it_is_used(ranks, tmp_path):
     for line in said:
         part = line.partition(":")[0]
         assert line.endswith(f"the engine is offloaded ({part}); call reload() before using it")
+
+
+def bytes_while_awake(model_path: str, enable_sleep: bool) -> list[dict[str, int]]:
+    """Device bytes of an actor's engine during and after a call that needs the parameters."""
+    actor = SleepMixin()
+    actor.engine, rollouts = build(model_path, torch.bfloat16, {})
+    actor.args = SimpleNamespace(ds=SimpleNamespace(enable_sleep=enable_sleep))
+    actor.engine.train_step(rollouts)  # makes the moments
+    if enable_sleep:
+        actor.offload_states()
+    with actor.awake("parameters"):
+        actor.engine.log_probs(rollouts)
+        during = device_bytes(actor.engine)
+    after = device_bytes(actor.engine)
+    actor.reload_states()
+    return [during, after, device_bytes(actor.engine)]
+
+
+def test_a_sleeping_actor_has_on_its_device_what_a_call_needs_and_nothing_afterwards(ranks, tmp_path):
+    path = save_tiny_model(tmp_path, "llama", torch.bfloat16)
+    during, after, reloaded = ranks.run(1, bytes_while_awake, path, True)[0]
+    assert [name for name, count in during.items() if count] == ["parameters"]
+    assert not any(after.values())
+    assert [reloaded] * 2 == ranks.run(1, bytes_while_awake, path, False)[0][:2]

@@ -181,6 +181,10 @@ def test_recompute_flags_resolve_to_a_configuration(parse, line, expected):
             f"{GAPO} {MEGATRON} --actor.num_gpus_per_node 31 --megatron.pipeline_model_parallel_size 31",
             "use at most 30",
         ),
+        (
+            f"{GAPO} {MEGATRON} --train.colocate_all",
+            "is 6 and --vllm.num_engines x --vllm.tensor_parallel_size is 1; make",
+        ),
         (f"{GAPO} {MEGATRON} --actor.model_name_or_path ./no/such/folder", "the configuration cannot be read"),
     ],
 )
@@ -222,9 +226,6 @@ UNSUPPORTED_LINES = [
     "--train.dynamic_batch_enable",
     "--train.async_enable",
     "--train.partial_rollout_enable",
-    "--train.colocate_all",
-    "--vllm.enable_sleep",
-    "--ds.enable_sleep",
     "--vllm.sync_with_ray",
 ]
 
