@@ -78,6 +78,7 @@ def load(engine: PolicyEngine, folder: str) -> dict[str, Any]:
 
 
 def _state(engine: PolicyEngine, is_loading: bool) -> dict[str, Any]:
+    engine.memory.require("parameters", "optimizer")
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": engine.groups.dp_cp,

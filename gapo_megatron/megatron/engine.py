@@ -17,8 +17,10 @@ from gapo_megatron.megatron.groups import Groups
 from gapo_megatron.megatron.layout import ParallelLayout
 from gapo_megatron.megatron.model import PolicyModel
 from gapo_megatron.megatron.objective import METRICS, micro_batch_objective, summarize
+from gapo_megatron.megatron.offload import PARTS, DeviceMemory, Part
 from gapo_megatron.megatron.optimizer import OptimizerSettings, build_optimizer
 from gapo_megatron.megatron.pipeline import run_schedule
+from gapo_megatron.megatron.recompute import Recompute
 from gapo_megatron.megatron.transformer_config import transformer_config
 from gapo_megatron.megatron.weights.export import WeightExport
 from gapo_megatron.megatron.weights.hf_folder import HFReader
@@ -34,7 +36,7 @@ class EngineConfig:
         params_dtype: of weights and activations; masters and gradient sums are fp32.
         temperature: of the rollouts.
         max_tokens: token budget of one micro-batch.
-        recompute: recompute each layer's activations in the backward pass (`--actor.gradient_checkpointing_enable`).
+        recompute: which activations the backward pass computes again.
         loss: the policy loss.
         optimizer: AdamW and its schedule.
     """
@@ -43,7 +45,7 @@ class EngineConfig:
     params_dtype: torch.dtype = torch.bfloat16
     temperature: float = 1.0
     max_tokens: int = 16384
-    recompute: bool = False
+    recompute: Recompute = field(default_factory=Recompute)
     loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 
@@ -79,6 +81,15 @@ class PolicyEngine:
         self.ddp = [DistributedDataParallel(self.model_config, ddp_config, chunk) for chunk in self.chunks]
         self.model_config.finalize_model_grads_func = finalize_model_grads
         self.optimizer, self.scheduler = build_optimizer(self.ddp, config.optimizer, config.params_dtype)
+        self.memory = DeviceMemory(self.ddp, self.optimizer)
+
+    def offload(self, *parts: Part) -> None:
+        """Give the device memory of `parts` back, of everything when none is named; using them then is a RuntimeError."""
+        self.memory.offload(*parts)
+
+    def reload(self, *parts: Part) -> None:
+        """Undo `offload`; training continues exactly as without it."""
+        self.memory.reload(*parts)
 
     @torch.no_grad()
     def log_probs(self, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
@@ -87,6 +98,7 @@ class PolicyEngine:
         Returns:
             per rollout [length - 1] fp32 on the CPU, zero outside of the response.
         """
+        self.memory.require("parameters")
         parts = self._partition(rollouts)
         gather = partial(_all_log_probs, context_parallel=self.groups.cp)
         outputs = self._run(rollouts, parts, gather, forward_only=True)
@@ -108,6 +120,7 @@ class PolicyEngine:
         Raises:
             RuntimeError: a gradient that is not finite, with the rank that saw it.
         """
+        self.memory.require(*PARTS)
         gradient_sums = self.compute_gradients(rollouts)
         lr = self.scheduler.get_lr(self.optimizer.param_groups[0])
         updated, grad_norm, _ = cast(tuple, self.optimizer.step())
@@ -118,6 +131,7 @@ class PolicyEngine:
 
     def compute_gradients(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Gradients of the mini-batch's loss into the model's `main_grad` buffers, reduced over all ranks."""
+        self.memory.require("parameters", "gradients")
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

@@ -6,7 +6,8 @@ from typing import Any, get_args
 
 from gapo_megatron.loss.config import Aggregation, ClipSchedule, ImportanceLevel, PolicyLossConfig
 from gapo_megatron.megatron.layout import ParallelLayout
-from gapo_megatron.openrlhf import patching, unsupported
+from gapo_megatron.megatron.recompute import Granularity, Module
+from gapo_megatron.openrlhf import colocation, patching, unsupported
 from gapo_megatron.openrlhf.dataset import check_columns
 
 LOSS_FLAGS = ("eps_lo", "eps_hi_max", "importance_level", "clip_schedule", "correct_threshold")
@@ -18,6 +19,8 @@ MEGATRON_DEFAULTS: dict[str, Any] = {
     "expert_model_parallel_size": 1,
     "sequence_parallel": False,
     "params_dtype": "bf16",
+    "recompute_granularity": None,
+    "recompute_modules": None,
     "distributed_timeout_minutes": 10.0,
     "sync_bucket_mb": 256,
 }
@@ -147,6 +150,19 @@ def _add_megatron_arguments(group: Any) -> None:
         choices=("bf16", "fp32"),
     )
     add(
+        "recompute_granularity",
+        "Compute activations again in the backward pass instead of keeping them: full (whole layers, the least memory; same "
+        "as --actor.gradient_checkpointing_enable) or selective (--megatron.recompute_modules). Same result. Default: none.",
+        choices=get_args(Granularity),
+    )
+    add(
+        "recompute_modules",
+        "What selective recompute covers: core_attn, attention without its projections, and mlp, which holds most of a "
+        "layer's activations. Default core_attn.",
+        nargs="+",
+        choices=get_args(Module),
+    )
+    add(
         "distributed_timeout_minutes",
         "A collective that waits longer than this fails, instead of hanging. Default 10.",
         type=float,
@@ -249,6 +265,7 @@ def _megatron_layout(args: Any) -> ParallelLayout | None:
                 raise ValueError(f"--megatron.{name} has no effect on DeepSpeed; add --actor.backend megatron")
         return None
     unsupported.refuse(args, unsupported.MEGATRON, "--actor.backend megatron")
+    colocation.check(args)
     for name in ("distributed_timeout_minutes", "sync_bucket_mb"):
         if not getattr(args.megatron, name) > 0:
             raise ValueError(f"--megatron.{name} must be above 0, not {getattr(args.megatron, name)}")

@@ -6,6 +6,7 @@ import torch
 
 from gapo_megatron.megatron.engine import EngineConfig
 from gapo_megatron.megatron.optimizer import OptimizerSettings
+from gapo_megatron.megatron.recompute import Recompute
 
 
 def engine_config(args: Any, max_steps: int) -> EngineConfig:
@@ -23,7 +24,7 @@ def engine_config(args: Any, max_steps: int) -> EngineConfig:
         params_dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[args.megatron.params_dtype],
         temperature=args.rollout.temperature,
         max_tokens=args.train.max_tokens_per_gpu,
-        recompute=args.actor.gradient_checkpointing_enable,
+        recompute=_recompute(args),
         loss=args.policy_loss_config,
         optimizer=OptimizerSettings(
             lr=args.actor.adam.lr,
@@ -37,3 +38,22 @@ def engine_config(args: Any, max_steps: int) -> EngineConfig:
             total_steps=max_steps,
         ),
     )
+
+
+def _recompute(args: Any) -> Recompute:
+    """`--actor.gradient_checkpointing_enable` is OpenRLHF's name for full recompute."""
+    granularity, modules = args.megatron.recompute_granularity, args.megatron.recompute_modules
+    if args.actor.gradient_checkpointing_enable:
+        if granularity == "selective":
+            raise ValueError(
+                "--actor.gradient_checkpointing_enable recomputes whole layers, --megatron.recompute_granularity selective "
+                "parts of them; leave one out"
+            )
+        granularity = "full"
+    if modules is None:
+        return Recompute(granularity)
+    if granularity != "selective":
+        raise ValueError(
+            "--megatron.recompute_modules names parts of a layer; add --megatron.recompute_granularity selective"
+        )
+    return Recompute(granularity, tuple(modules))

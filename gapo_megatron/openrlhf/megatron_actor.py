@@ -22,14 +22,16 @@ from gapo_megatron.openrlhf.rollouts import (
     rollouts_of_batch,
     rollouts_of_experience,
 )
+from gapo_megatron.openrlhf.sleep import SleepMixin
 from gapo_megatron.openrlhf.status import Status
-from gapo_megatron.sync.megatron_source import MegatronSource
+from gapo_megatron.sync.backend import transfer_backend
+from gapo_megatron.sync.megatron_source import megatron_source
 from gapo_megatron.sync.weight_sync import WeightSync
 
 HF_SHARD_BYTES = 4 << 30
 
 
-class MegatronPolicyActor(BaseModelActor):
+class MegatronPolicyActor(SleepMixin, BaseModelActor):
     """One rank. OpenRLHF sends the ranks of one model-parallel block the same data and keeps the first one's answer."""
 
     def init_model_from_pretrained(
@@ -54,15 +56,19 @@ class MegatronPolicyActor(BaseModelActor):
             self.checkpoint_states = checkpoint.load(self.engine, self.checkpoint_folder)
         self.weight_version = self.checkpoint_states.get("weight_version", 0)
         self.sync = self._join_vllm(vllm_engines) if vllm_engines else None
+        if self.args.ds.enable_sleep:
+            self.offload_states()
 
     def _join_vllm(self, vllm_engines: list) -> WeightSync:
+        backend = transfer_backend(self.args.train.colocate_all)
         return WeightSync(
-            source=MegatronSource(self.engine.weights),
+            source=megatron_source(self.engine.weights, backend),
             engines=vllm_engines,
             rank=dist.get_rank(),
             workers_per_engine=self.args.vllm.tensor_parallel_size,
             bucket_mb=self.args.megatron.sync_bucket_mb,
             timeout_seconds=60 * self.args.megatron.distributed_timeout_minutes,
+            backend=backend,
         )
 
     def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list[Any]:
@@ -86,8 +92,9 @@ class MegatronPolicyActor(BaseModelActor):
         batches = [rollouts_of_batch(*batch) for batch in zip(sequences, action_mask, attention_mask, strict=True)]
         rollouts = [rollout for batch in batches for rollout in batch]
         log_probs: list[torch.Tensor] = []
-        for part in self._progress(self._mini_batches(rollouts), "old log-probs"):
-            log_probs += self.engine.log_probs(rollouts[part])
+        with self.awake("parameters"):
+            for part in self._progress(self._mini_batches(rollouts), "old log-probs"):
+                log_probs += self.engine.log_probs(rollouts[part])
         values = iter(log_probs)
         return [
             padded_log_probs([next(values) for _ in batch], mask)
@@ -127,7 +134,8 @@ class MegatronPolicyActor(BaseModelActor):
         """Send the weights to every vLLM engine under the next version number."""
         assert self.sync is not None
         self.weight_version += 1
-        self.sync.send(self.weight_version)
+        with self.awake("parameters"):
+            self.sync.send(self.weight_version)
 
     def save_model(self) -> None:
         """Write `--ckpt.output_dir` as a Hugging Face folder."""
@@ -137,16 +145,18 @@ class MegatronPolicyActor(BaseModelActor):
         """Write a whole checkpoint of weights, optimizer and schedule, and a Hugging Face folder if asked to."""
         if not self.args.ckpt.disable_ds:
             states = {**(client_states or {}), "weight_version": self.weight_version}
-            checkpoint.save(self.engine, self.checkpoint_folder, tag, states, self.args.ckpt.max_num)
+            with self.awake("parameters", "optimizer"):
+                checkpoint.save(self.engine, self.checkpoint_folder, tag, states, self.args.ckpt.max_num)
         if self.args.ckpt.save_hf:
             self._save_hf(os.path.join(self.args.ckpt.path, f"{tag}_hf"))
 
     def _save_hf(self, folder: str) -> None:
-        if dist.get_rank() == 0:
-            hf_folder.write(folder, self.engine.weights, self.engine.hf_config, self.tokenizer, HF_SHARD_BYTES)
-        else:
-            for _ in self.engine.weights:
-                pass
+        with self.awake("parameters"):
+            if dist.get_rank() == 0:
+                hf_folder.write(folder, self.engine.weights, self.engine.hf_config, self.tokenizer, HF_SHARD_BYTES)
+            else:
+                for _ in self.engine.weights:
+                    pass
         dist.barrier()
 
     def get_checkpoint_states(self) -> dict[str, Any]:
