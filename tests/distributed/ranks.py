@@ -3,6 +3,7 @@
 Importing torch, Megatron-Core and transformers takes seconds; the pool pays it once for all tests of a session.
 """
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -75,3 +76,4 @@ def _leave_process_group() -> None:
     from gapo_megatron.megatron import runtime
 
     runtime.finalize()
+    gc.collect()  # an engine is a cycle that holds its groups, and each of gloo's groups holds threads
