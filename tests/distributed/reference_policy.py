@@ -57,7 +57,7 @@ class ReferencePolicy:
             total = total + count * torch.maximum(-advantage * ratio, -advantage * clipped)  # eq. 12
             if kl_coef:
                 d = (log_probs - sample["base_log_probs"])[mask]
-                total = total + kl_coef * ((-d).exp() - 1 + d).sum()
+                total = total + kl_coef * ((-d).exp() - 1 + d).clamp(max=10).sum()  # the bound is OpenRLHF's
             total = total - entropy_coef * distributions.entropy()[mask].sum()
             num_tokens += count
         return total / num_tokens
