@@ -18,6 +18,7 @@ class Rollout:
         response_mask: [length - 1] bool; entry t is True where token t + 1 is a response token.
         old_log_probs, advantages: [length - 1] fp32, or None for a forward pass.
         eps_hi: upper clip width of this sequence (eq. 11), or None for a forward pass.
+        base_log_probs: [length - 1] fp32 of the reference model, or None without a KL term.
     """
 
     tokens: torch.Tensor
@@ -25,6 +26,7 @@ class Rollout:
     old_log_probs: torch.Tensor | None = None
     advantages: torch.Tensor | None = None
     eps_hi: float | None = None
+    base_log_probs: torch.Tensor | None = None
 
     @property
     def length(self) -> int:
@@ -50,6 +52,7 @@ class MicroBatch:
         sequence_ids: [num_response_tokens] the sequence each belongs to.
         response_lengths: [num_sequences] response tokens of each whole sequence, on all ranks together.
         old_log_probs, advantages: [num_response_tokens] fp32, eps_hi: [num_sequences] fp64; None for a forward pass.
+        base_log_probs: [num_response_tokens] fp32, or None without a KL term.
     """
 
     input_ids: torch.Tensor
@@ -63,6 +66,7 @@ class MicroBatch:
     old_log_probs: torch.Tensor | None
     advantages: torch.Tensor | None
     eps_hi: torch.Tensor | None
+    base_log_probs: torch.Tensor | None
 
 
 def partition(lengths: Sequence[int], max_tokens: int, num_parts: int = 1) -> list[list[int]]:
@@ -141,6 +145,7 @@ def pack(
         response_lengths=torch.tensor(response_lengths, dtype=torch.long, device=device),
         old_log_probs=per_response_token("old_log_probs"),
         advantages=per_response_token("advantages"),
+        base_log_probs=per_response_token("base_log_probs"),
         eps_hi=None
         if None in widths
         else torch.tensor(widths + [0.0] * (len(lengths) - len(widths)), dtype=torch.float64, device=device),

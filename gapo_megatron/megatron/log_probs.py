@@ -35,8 +35,7 @@ def vocab_parallel_log_probs(
         temperature: divides the logits, as in sampling.
 
     Returns:
-        log-probs [num_tokens] and entropies [num_tokens] in nats, fp32 (fp64 for fp64 inputs). The entropy has no
-        gradient.
+        log-probs [num_tokens] and entropies [num_tokens] in nats, fp32 (fp64 for fp64 inputs), both with gradient.
     """
     start = group.rank() * weight.size(0)
     rows = max(0, min(weight.size(0), vocab_size - start))
@@ -71,23 +70,27 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         log_probs = sums[2] - log_sum_exp
         entropy = log_sum_exp - sums[1] / sums[0]
 
-        ctx.save_for_backward(hidden, weight, local_labels, owned, log_sum_exp)
+        ctx.save_for_backward(hidden, weight, local_labels, owned, log_sum_exp, entropy)
         ctx.settings = (temperature, chunk_tokens)
-        ctx.mark_non_differentiable(entropy)
         return log_probs, entropy
 
     @staticmethod
-    def backward(ctx, grad_log_probs, _):
-        hidden, weight, local_labels, owned, log_sum_exp = ctx.saved_tensors
+    def backward(ctx, grad_log_probs, grad_entropy):
+        hidden, weight, local_labels, owned, log_sum_exp, entropy = ctx.saved_tensors
         temperature, chunk_tokens = ctx.settings
         dtype = log_sum_exp.dtype
+        has_entropy_term = bool(grad_entropy.any())  # a loss without one sends zeros
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
         for chunk in _chunks(hidden.size(0), chunk_tokens, weight.size(0)):
-            probabilities = (_logits(hidden[chunk], weight, temperature, dtype) - log_sum_exp[chunk, None]).exp_()
-            # d log p(label) / d logits = one_hot(label) - softmax(logits)
+            log_p = _logits(hidden[chunk], weight, temperature, dtype).sub_(log_sum_exp[chunk, None])
+            # d log p(label) / d logits = one_hot(label) - p
             scale = grad_log_probs[chunk, None] / temperature
-            grad_logits = probabilities.mul_(-scale)
+            if has_entropy_term:  # d entropy / d logits = -p (log p + entropy)
+                entropy_scale = grad_entropy[chunk, None] / temperature
+                grad_logits = log_p.exp().mul_(log_p.add_(entropy[chunk, None]).mul_(entropy_scale).add_(scale).neg_())
+            else:
+                grad_logits = log_p.exp_().mul_(-scale)
             grad_logits.scatter_add_(1, local_labels[chunk, None], scale * owned[chunk, None])
             grad_logits = grad_logits.to(hidden.dtype)
             grad_hidden[chunk] = grad_logits @ weight

@@ -1,7 +1,8 @@
 """Our options on OpenRLHF's command line, and what they resolve to."""
 
 import argparse
-from dataclasses import dataclass, fields
+import math
+from dataclasses import dataclass, fields, replace
 from typing import Any, get_args
 
 from gapo_megatron.loss.config import Aggregation, ClipSchedule, ImportanceLevel, PolicyLossConfig
@@ -173,15 +174,18 @@ def _add_megatron_arguments(group: Any) -> None:
 def resolve(args: Any, parser: argparse.ArgumentParser) -> None:
     """Validate OpenRLHF's nested namespace and set what the other seams read.
 
-    Sets `args.policy_loss_config` (`PolicyLossConfig`, or None for OpenRLHF's own loss, untouched) and
-    `args.megatron_layout` (`ParallelLayout`, or None for DeepSpeed). With Megatron, `args.ds.tensor_parallel_size *
-    args.ds.ring_attn_size` becomes the number of ranks that share one data shard, because OpenRLHF reads it as that.
+    Sets `args.policy_loss_config` (`PolicyLossConfig`, or None for OpenRLHF's own loss, untouched),
+    `args.megatron_layout` (`ParallelLayout`, or None for DeepSpeed), `args.reference_layout` (or None without a reference
+    model on Megatron) and `args.balance_ranks` (see `balance`). With Megatron, `args.ds.tensor_parallel_size *
+    args.ds.ring_attn_size` becomes the number of ranks that share one data shard, because OpenRLHF reads it as that, and
+    `--train.dynamic_batch_enable` goes from OpenRLHF to us.
     A user error is one sentence on stderr and exit code 2.
     """
     try:
         patching.require_version(patching.find_installation())
         args.policy_loss_config = _policy_loss_config(args)
         args.megatron_layout = _megatron_layout(args)
+        args.reference_layout = _reference_layout(args)
         if args.policy_loss_config is not None:
             check_columns(args)
         if args.megatron_layout is not None:
@@ -190,9 +194,11 @@ def resolve(args: Any, parser: argparse.ArgumentParser) -> None:
             engine_config(args, max_steps=1)
     except ValueError as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
+    args.balance_ranks = args.megatron_layout is not None and args.train.dynamic_batch_enable
     if args.megatron_layout is not None:
         args.ds.tensor_parallel_size = args.megatron_layout.ranks_per_data_shard
         args.ds.ring_attn_size = 1
+        args.train.dynamic_batch_enable = False
 
 
 def _policy_loss_config(args: Any) -> PolicyLossConfig | None:
@@ -279,6 +285,33 @@ def _megatron_layout(args: Any) -> ParallelLayout | None:
     )
     _check_model(args.actor.model_name_or_path, layout)
     return layout
+
+
+def _reference_layout(args: Any) -> ParallelLayout | None:
+    """The actor's layout over the reference model's ranks, or None where there is no reference model on Megatron."""
+    layout = args.megatron_layout
+    if layout is None or args.algo.kl.init_coef <= 0:
+        return None
+    ref, actor = args.ref, args.actor
+    same = (ref.num_nodes, ref.num_gpus_per_node) == (actor.num_nodes, actor.num_gpus_per_node)
+    if args.train.colocate_actor_ref and not same:
+        raise ValueError(
+            "--train.colocate_actor_ref puts the reference model on the actor's GPUs; set --ref.num_nodes "
+            f"{actor.num_nodes} and --ref.num_gpus_per_node {actor.num_gpus_per_node}"
+        )
+    ranks = ref.num_nodes * ref.num_gpus_per_node
+    block = math.lcm(
+        layout.ranks_per_data_shard,
+        layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.expert_model_parallel_size,
+    )
+    # With more data shards than the actor there could be fewer batches than shards.
+    if ranks % block or not 0 < ranks <= layout.world_size:
+        raise ValueError(
+            f"--ref.num_nodes x --ref.num_gpus_per_node = {ranks} ranks do not hold a reference model split like the "
+            f"actor; use a multiple of {block}, at most {layout.world_size}, or --algo.kl.init_coef 0 (the paper's) "
+            "for no reference model"
+        )
+    return replace(layout, world_size=ranks)
 
 
 def _check_model(model: str | None, layout: ParallelLayout) -> None:

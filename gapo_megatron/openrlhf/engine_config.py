@@ -1,16 +1,19 @@
-"""OpenRLHF's arguments -> the engine's configuration."""
+"""OpenRLHF's arguments -> the engines' configurations."""
 
 from typing import Any
 
 import torch
 
+from gapo_megatron.loss.kl import KLConfig
 from gapo_megatron.megatron.engine import EngineConfig
+from gapo_megatron.megatron.model_engine import ModelSettings
+from gapo_megatron.megatron.objective import Objective
 from gapo_megatron.megatron.optimizer import OptimizerSettings
 from gapo_megatron.megatron.recompute import Recompute
 
 
 def engine_config(args: Any, max_steps: int) -> EngineConfig:
-    """The configuration for resolved arguments (`arguments.resolve`).
+    """The policy's configuration for resolved arguments (`arguments.resolve`).
 
     Args:
         args: OpenRLHF's nested namespace.
@@ -21,11 +24,9 @@ def engine_config(args: Any, max_steps: int) -> EngineConfig:
     """
     return EngineConfig(
         layout=args.megatron_layout,
-        params_dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[args.megatron.params_dtype],
-        temperature=args.rollout.temperature,
-        max_tokens=args.train.max_tokens_per_gpu,
+        **_common(args),
         recompute=_recompute(args),
-        loss=args.policy_loss_config,
+        objective=_objective(args),
         optimizer=OptimizerSettings(
             lr=args.actor.adam.lr,
             betas=tuple(args.actor.adam.betas),
@@ -57,3 +58,27 @@ def _recompute(args: Any) -> Recompute:
             "--megatron.recompute_modules names parts of a layer; add --megatron.recompute_granularity selective"
         )
     return Recompute(granularity, tuple(modules))
+
+
+def reference_settings(args: Any) -> ModelSettings:
+    """The reference model's settings: the policy's kernels, packs and temperature, on ranks of its own."""
+    return ModelSettings(layout=args.reference_layout, **_common(args))
+
+
+def _common(args: Any) -> dict[str, Any]:
+    return {
+        "params_dtype": {"bf16": torch.bfloat16, "fp32": torch.float32}[args.megatron.params_dtype],
+        "temperature": args.rollout.temperature,
+        "max_tokens": args.train.max_tokens_per_gpu,
+    }
+
+
+def _objective(args: Any) -> Objective:
+    kl = args.algo.kl
+    has_kl_term = kl.use_loss and kl.init_coef > 0  # otherwise the KL is in the reward, or there is none
+    return Objective(
+        policy=args.policy_loss_config,
+        kl=KLConfig(kl.estimator, kl.unbiased_gradient) if has_kl_term else None,
+        kl_coef=kl.init_coef,
+        entropy_coef=args.actor.entropy_coef or 0.0,
+    )

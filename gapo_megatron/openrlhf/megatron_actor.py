@@ -7,21 +7,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from openrlhf.trainer.ppo_utils.experience import Experience
-from openrlhf.trainer.ray.launcher import BaseModelActor
 from openrlhf.utils import get_tokenizer
-from tqdm import tqdm
 
-from gapo_megatron.megatron import checkpoint, runtime
+from gapo_megatron.megatron import checkpoint
 from gapo_megatron.megatron.batch import Rollout
 from gapo_megatron.megatron.engine import PolicyEngine
 from gapo_megatron.megatron.weights import hf_folder
 from gapo_megatron.openrlhf.engine_config import engine_config
-from gapo_megatron.openrlhf.rollouts import (
-    mini_batches,
-    padded_log_probs,
-    rollouts_of_batch,
-    rollouts_of_experience,
-)
+from gapo_megatron.openrlhf.megatron_model_actor import MegatronModelActor
+from gapo_megatron.openrlhf.rollouts import rollouts_of_experience
 from gapo_megatron.openrlhf.sleep import SleepMixin
 from gapo_megatron.openrlhf.status import Status
 from gapo_megatron.sync.backend import transfer_backend
@@ -31,19 +25,16 @@ from gapo_megatron.sync.weight_sync import WeightSync
 HF_SHARD_BYTES = 4 << 30
 
 
-class MegatronPolicyActor(SleepMixin, BaseModelActor):
-    """One rank. OpenRLHF sends the ranks of one model-parallel block the same data and keeps the first one's answer."""
+class MegatronPolicyActor(SleepMixin, MegatronModelActor):
+    """One rank of the policy. Its `forward` gives log pi_old, in the packs that training will meet."""
+
+    engine: PolicyEngine
 
     def init_model_from_pretrained(
         self, strategy: Any, pretrain: str, max_steps: int, vllm_engines: list | None
     ) -> None:
         """Build the engine, resume from a checkpoint if asked to, and join the vLLM engines for weight transfer."""
-        self.strategy, self.args = strategy, strategy.args
-        # One visible GPU per Ray actor, or all of them where Ray is told not to hide any.
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        runtime.initialize(self.args.megatron_layout, self.args.megatron.distributed_timeout_minutes)
-        torch.manual_seed(self.args.train.seed)
+        self.join(strategy, strategy.args.megatron_layout)
         self.engine = PolicyEngine(pretrain, engine_config(self.args, max_steps))
         self.tokenizer = get_tokenizer(
             pretrain, None, "left", strategy, use_fast=not self.args.data.disable_fast_tokenizer
@@ -71,35 +62,10 @@ class MegatronPolicyActor(SleepMixin, BaseModelActor):
             backend=backend,
         )
 
-    def execute_batch(self, method_name: str, all_data: dict[str, list], start_idx: int, end_idx: int) -> list[Any]:
-        """OpenRLHF's entry for batched calls. All micro-batches of `forward` go through one pipeline schedule."""
-        data = {name: values[start_idx:end_idx] for name, values in all_data.items()}
-        if method_name == "forward":
-            return self.forward(**data)
-        return [self.append(experience) for experience in data["experience"]]
-
-    def forward(
-        self,
-        sequences: list[torch.Tensor],
-        action_mask: list[torch.Tensor],
-        attention_mask: list[torch.Tensor],
-        mm_train_inputs_list: list | None = None,
-    ) -> list[torch.Tensor]:
-        """Log-probs of the policy that generated the rollouts: for each batch [batch, length - 1] on the CPU.
-
-        `mm_train_inputs_list` holds nothing for text, the only input that `arguments.resolve` lets through.
-        """
-        batches = [rollouts_of_batch(*batch) for batch in zip(sequences, action_mask, attention_mask, strict=True)]
-        rollouts = [rollout for batch in batches for rollout in batch]
-        log_probs: list[torch.Tensor] = []
+    def forward(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        """See `MegatronModelActor.forward`."""
         with self.awake("parameters"):
-            for part in self._progress(self._mini_batches(rollouts), "old log-probs"):
-                log_probs += self.engine.log_probs(rollouts[part])
-        values = iter(log_probs)
-        return [
-            padded_log_probs([next(values) for _ in batch], mask)
-            for batch, mask in zip(batches, action_mask, strict=True)
-        ]
+            return super().forward(*args, **kwargs)
 
     def append(self, experience: Experience) -> None:
         """Keep a batch of experience for the next `fit`."""
@@ -107,28 +73,21 @@ class MegatronPolicyActor(SleepMixin, BaseModelActor):
         self.rollouts += rollouts_of_experience(experience, self.args.policy_loss_config)
 
     def fit(self, kl_ctl: float = 0) -> dict[str, float]:
-        """Train on what was appended; the metrics of the whole step, the same on every rank."""
+        """Train on what was appended; the metrics of the whole step, the same on every rank.
+
+        `kl_ctl` is the coefficient of a KL term in the loss; a KL in the reward is part of the advantages already.
+        """
         start = time.perf_counter()
-        parts = self._mini_batches(self.rollouts)
+        parts = self.mini_batches(self.rollouts)
         for epoch in range(self.args.train.max_epochs):
-            for part in self._progress(parts, f"train epoch {epoch + 1}/{self.args.train.max_epochs}"):
-                self.status.add_step(self.engine.train_step(self.rollouts[part]))
+            for part in self.progress(parts, f"train epoch {epoch + 1}/{self.args.train.max_epochs}"):
+                self.status.add_step(self.engine.train_step(self.rollouts[part], kl_ctl))
         self.rollouts.clear()
         return {
             **self.status.reduce(self.engine.groups.dp_cp),
             "weight_version": float(self.weight_version),
             "timing/actor_train": time.perf_counter() - start,
         }
-
-    def _mini_batches(self, rollouts: list[Rollout]) -> list[slice]:
-        """This rank's share of each optimizer step; as many steps on every data-parallel rank."""
-        fewest = torch.tensor(len(rollouts), device=runtime.device())
-        dist.all_reduce(fewest, op=dist.ReduceOp.MIN, group=self.engine.groups.dp_cp)
-        share = max(1, self.args.train.batch_size // self.args.megatron_layout.data_parallel_size)
-        return mini_batches(len(rollouts), max(1, int(fewest) // share))
-
-    def _progress(self, parts: list[slice], what: str):
-        return tqdm(parts, desc=what, disable=dist.get_rank() != 0)
 
     def broadcast_to_vllm(self) -> None:
         """Send the weights to every vLLM engine under the next version number."""

@@ -46,6 +46,7 @@ def rollouts_of_experience(experience: Experience, loss: PolicyLossConfig) -> li
             old_log_probs=item.action_log_probs.float(),
             advantages=item.advantages.float(),
             eps_hi=float(width),
+            base_log_probs=None if item.base_action_log_probs is None else item.base_action_log_probs.float(),
         )
         for item, width in zip(items, widths, strict=True)
     ]
@@ -53,6 +54,17 @@ def rollouts_of_experience(experience: Experience, loss: PolicyLossConfig) -> li
 
 def _column(items: list[Any], key: str) -> torch.Tensor:
     return torch.tensor([float(item.info[key]) for item in items])
+
+
+def num_steps(fewest_rollouts: int, batch_size: int, data_parallel: int) -> int:
+    """Optimizer steps of one batch of rollouts.
+
+    Args:
+        fewest_rollouts: of all data-parallel ranks.
+        batch_size: rollouts of one step on all ranks (`--train.batch_size`).
+        data_parallel: ranks that share them.
+    """
+    return max(1, fewest_rollouts // max(1, batch_size // data_parallel))
 
 
 def mini_batches(num_rollouts: int, num_steps: int) -> list[slice]:

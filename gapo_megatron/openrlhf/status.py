@@ -61,6 +61,8 @@ def _over_steps(steps: list[dict[str, float]]) -> dict[str, float]:
         "clip_fraction/lower": mean("clip_fraction_lower"),
         "ppo_kl": mean("approx_kl"),
         "entropy": mean("entropy"),
+        # OpenRLHF's names for a KL term of the loss; without one they are those of the KL in the reward.
+        **{name: mean(name) for name in ("kl", "logprobs_diff") if name in steps[0]},
         "log_s/noise_floor_mean": steps[0]["abs_log_s_mean"],
         "log_s/noise_floor_max": steps[0]["abs_log_s_max"],
         "log_s/mean": mean("abs_log_s_mean"),

@@ -56,18 +56,6 @@ MEGATRON: tuple[Unsupported, ...] = (
         "use --algo.advantage.estimator dr_grpo (GAPO's), or another without a critic",
     ),
     Unsupported(
-        "--algo.kl.init_coef above 0",
-        lambda a: a.algo.kl.init_coef > 0,
-        "there is no reference model yet",
-        "say --algo.kl.init_coef 0 (the paper's; OpenRLHF's default is 0.01)",
-    ),
-    Unsupported(
-        "--algo.kl.use_loss",
-        lambda a: a.algo.kl.use_loss,
-        "there is no reference model yet",
-        "leave it out (the paper uses no KL term)",
-    ),
-    Unsupported(
         "--reward.model_name_or_path",
         lambda a: bool(a.reward.model_name_or_path),
         "a reward model would be a DeepSpeed actor of its own",
@@ -105,6 +93,7 @@ MEGATRON: tuple[Unsupported, ...] = (
         "leave it out, and raise --megatron.tensor_model_parallel_size or --megatron.pipeline_model_parallel_size",
     ),
     Unsupported("--ds.zpg", lambda a: a.ds.zpg > 1, "it is an option of ZeRO stage 3", _LEAVE_OUT),
+    Unsupported("--ref.offload", lambda a: a.ref.offload, "the reference model stays on its devices", "leave it out"),
     Unsupported(
         "--ds.adam_offload",
         lambda a: a.ds.adam_offload,
@@ -158,18 +147,12 @@ MEGATRON: tuple[Unsupported, ...] = (
         "there are no mixtures of experts yet",
         "leave it out",
     ),
-    Unsupported(
-        "--actor.entropy_coef above or below 0",
-        lambda a: bool(a.actor.entropy_coef),
-        "the loss has no entropy term yet",
-        "leave it out (entropy is logged anyway; the paper uses no entropy term)",
-    ),
     # Scheduling.
     Unsupported(
-        "--train.dynamic_batch_enable",
-        lambda a: a.train.dynamic_batch_enable,
-        "micro-batches are always cut by a token budget",
-        "leave it out",
+        "--rollout.max_tokens_per_gpu other than --train.max_tokens_per_gpu",
+        lambda a: a.rollout.max_tokens_per_gpu not in (None, a.train.max_tokens_per_gpu),
+        "the log-probs before training come from the packs of training, so that ratios start at exactly 1",
+        "leave it out, and set --train.max_tokens_per_gpu",
     ),
     Unsupported("--train.async_enable", lambda a: a.train.async_enable, "rollouts are synchronous", _LEAVE_OUT),
     Unsupported(

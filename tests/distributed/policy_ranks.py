@@ -58,6 +58,7 @@ def to_rollouts(samples: list[dict[str, Any]], loss: PolicyLossConfig, old_log_p
             old_log_probs=old + s["noise"],
             advantages=torch.full_like(old, s["correct"] - s["group_correct"] / GROUP_SIZE),
             eps_hi=float(width),
+            base_log_probs=s.get("base_log_probs"),
         )
         for rollout, s, old, width in zip(rollouts, samples, old_log_probs, widths, strict=True)
     ]
@@ -80,7 +81,7 @@ def policy_on_ranks(
     runtime.initialize(layout, timeout_minutes=1)
     defaults = dict(params_dtype=torch.float32, temperature=0.8, max_tokens=64, optimizer=OPTIMIZER)
     engine = PolicyEngine(model_path, EngineConfig(layout, **{**defaults, **options}))
-    loss = engine.config.loss
+    loss = engine.config.objective.policy
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     mine = slice(rank * len(samples) // size, (rank + 1) * len(samples) // size)
 

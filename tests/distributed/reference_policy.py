@@ -18,34 +18,49 @@ class ReferencePolicy:
         self.model.get_input_embeddings().padding_idx = None
         self.temperature = temperature
 
+    def distributions(self, tokens: torch.Tensor) -> torch.distributions.Categorical:
+        """Of each token but the first: [length - 1]."""
+        return torch.distributions.Categorical(
+            logits=self.model(tokens[None]).logits[0, :-1].float() / self.temperature
+        )
+
     def log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
         """[length - 1]."""
-        logits = self.model(tokens[None]).logits[0, :-1].float() / self.temperature
-        return logits.log_softmax(-1).gather(1, tokens[1:, None]).squeeze(1)
+        return self.distributions(tokens).log_prob(tokens[1:])
 
     def mean_entropy(self, samples: list[dict[str, Any]]) -> float:
         """Of the distributions from which the response tokens were drawn, in nats."""
-        entropies = []
-        for sample in samples:
-            logits = self.model(sample["tokens"][None]).logits[0, :-1] / self.temperature
-            entropies.append(torch.distributions.Categorical(logits=logits).entropy()[sample["response_mask"]])
+        entropies = [self.distributions(s["tokens"]).entropy()[s["response_mask"]] for s in samples]
         return float(torch.cat(entropies).double().mean())
 
-    def loss(self, samples: list[dict[str, Any]], old_log_probs: list[torch.Tensor], group_size: int) -> torch.Tensor:
-        """Token-mean GAPO of the mini-batch; rollouts without response tokens take no part."""
+    def loss(
+        self,
+        samples: list[dict[str, Any]],
+        old_log_probs: list[torch.Tensor],
+        group_size: int,
+        kl_coef: float = 0.0,
+        entropy_coef: float = 0.0,
+    ) -> torch.Tensor:
+        """Token-mean GAPO of the mini-batch, with KL (k3) and entropy terms; rollouts without response take no part."""
         total, num_tokens = torch.zeros(()), 0
         for sample, old in zip(samples, old_log_probs, strict=True):
             mask = sample["response_mask"]
             count = int(mask.sum())
             if count == 0:
                 continue
-            log_ratio = (self.log_probs(sample["tokens"]) - old - sample["noise"])[mask]
+            distributions = self.distributions(sample["tokens"])
+            log_probs = distributions.log_prob(sample["tokens"][1:])
+            log_ratio = (log_probs - old - sample["noise"])[mask]
             ratio = log_ratio.mean().exp()  # eq. 13
             c, k = sample["group_correct"], group_size
             advantage = sample["correct"] - c / k  # eq. 2
             eps_hi = EPS_LO + (EPS_HI_MAX - EPS_LO) * (k - c) / (k - 1) if sample["correct"] else EPS_LO  # eq. 11
             clipped = ratio.clamp(1 - EPS_LO, 1 + eps_hi)
             total = total + count * torch.maximum(-advantage * ratio, -advantage * clipped)  # eq. 12
+            if kl_coef:
+                d = (log_probs - sample["base_log_probs"])[mask]
+                total = total + kl_coef * ((-d).exp() - 1 + d).clamp(max=10).sum()  # the bound is OpenRLHF's
+            total = total - entropy_coef * distributions.entropy()[mask].sum()
             num_tokens += count
         return total / num_tokens
 

@@ -22,11 +22,17 @@ def problem():
     hidden = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, generator=generator)
     weight = torch.randn(VOCAB, HIDDEN, dtype=torch.float64, generator=generator)
     labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    upstream = torch.randn(TOKENS, dtype=torch.float64, generator=generator)
+    upstream = torch.randn(2, TOKENS, dtype=torch.float64, generator=generator)
     return hidden, weight, labels, upstream
 
 
-def fused(chunk_tokens: int):
+def loss(log_probs, entropy, upstream, entropy_coef: float):
+    """A random combination of all outputs; without the entropy term if `entropy_coef` is 0."""
+    total = (log_probs * upstream[0]).sum()
+    return total + entropy_coef * (entropy * upstream[1]).sum() if entropy_coef else total
+
+
+def fused(chunk_tokens: int, entropy_coef: float):
     """Log-probs, entropies, gradients of hidden (summed over ranks) and of this rank's rows of the weight."""
     world = int(os.environ["WORLD_SIZE"])
     runtime.initialize(ParallelLayout(world, tensor_model_parallel_size=world), timeout_minutes=1)
@@ -38,21 +44,21 @@ def fused(chunk_tokens: int):
     log_probs, entropy = vocab_parallel_log_probs(
         hidden, shard, labels, VOCAB, dist.group.WORLD, TEMPERATURE, chunk_tokens
     )
-    (log_probs * upstream).sum().backward()
+    loss(log_probs, entropy, upstream, entropy_coef).backward()
     dist.all_reduce(hidden.grad)
-    return log_probs.detach(), entropy, hidden.grad, shard.grad
+    return log_probs.detach(), entropy.detach(), hidden.grad, shard.grad
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("chunk_tokens", [8, 1000])
-def test_values_and_gradients_equal_those_of_full_logits(ranks, world_size, chunk_tokens):
+@pytest.mark.parametrize(("chunk_tokens", "entropy_coef"), [(8, 0.0), (1000, 0.0), (8, 0.5), (1000, -0.5)])
+def test_values_and_gradients_equal_those_of_full_logits(ranks, world_size, chunk_tokens, entropy_coef):
     hidden, weight, labels, upstream = (t.requires_grad_() if i < 2 else t for i, t in enumerate(problem()))
     full = (hidden @ weight.t() / TEMPERATURE).log_softmax(-1)
     log_probs = full.gather(1, labels[:, None]).squeeze(1)
-    (log_probs * upstream).sum().backward()
     entropy = -(full.exp() * full).sum(-1)
+    loss(log_probs, entropy, upstream, entropy_coef).backward()
 
-    results = ranks.run(world_size, fused, chunk_tokens)
+    results = ranks.run(world_size, fused, chunk_tokens, entropy_coef)
     for actual_log_probs, actual_entropy, grad_hidden, _ in results:
         torch.testing.assert_close(actual_log_probs, log_probs.detach(), rtol=0, atol=1e-10)
         torch.testing.assert_close(actual_entropy, entropy.detach(), rtol=0, atol=1e-10)

@@ -48,6 +48,32 @@ def test_gapo_trains_with_a_megatron_actor_under_tensor_and_pipeline_parallelism
     assert resumed[0]["log_s/noise_floor_max"] == 0
 
 
+def test_a_reference_model_an_entropy_term_and_dynamic_batching_with_a_megatron_actor(model, tmp_path):
+    flags = (
+        *("--actor.backend", "megatron", "--actor.num_gpus_per_node", "2", "--actor.entropy_coef", "1e-3"),
+        *("--algo.kl.init_coef", "0.1", "--algo.kl.use_loss", "--algo.kl.estimator", "k3"),
+        *("--train.colocate_actor_ref", "--ref.num_gpus_per_node", "2"),
+        *("--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "128"),
+    )
+    first, second = train(tmp_path, model, *GAPO, *flags, num_gpus=3)["metrics"]
+    assert first["log_s/noise_floor_max"] == second["log_s/noise_floor_max"] == 0
+    # Averages of two optimizer steps: before the first one the policy is its reference, then it moves away.
+    assert 0 < first["kl"] < second["kl"]
+    assert first["entropy"] > 0 and first["actor_grad_norm"] > 0
+
+
+def test_kl_in_the_reward_with_a_reference_model_on_ranks_of_its_own(model, tmp_path):
+    flags = (
+        *("--actor.backend", "megatron", "--actor.num_gpus_per_node", "2"),
+        *("--megatron.pipeline_model_parallel_size", "2", "--algo.kl.init_coef", "0.1", "--ref.num_gpus_per_node", "2"),
+    )
+    first, second = train(tmp_path, model, *GAPO, *flags, num_gpus=5)["metrics"]
+    # The reference has met the same packs: the KL of the first batch is exactly 0, and that of the second is not.
+    assert first["kl"] == first["logprobs_diff"] == 0
+    assert second["kl"] != 0
+    assert first["log_s/noise_floor_max"] == second["log_s/noise_floor_max"] == 0
+
+
 def test_gapo_trains_with_openrlhfs_deepspeed_actor(model, tmp_path):
     flags = ("--actor.num_gpus_per_node", "1", "--ds.attn_implementation", "eager", "--ds.zero_stage", "2")
     run = train(tmp_path, model, *GAPO, *flags, num_gpus=2)

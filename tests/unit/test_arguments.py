@@ -11,10 +11,12 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 from gapo_megatron.loss.config import PolicyLossConfig
+from gapo_megatron.loss.kl import KLConfig
+from gapo_megatron.megatron.objective import Objective
 from gapo_megatron.megatron.recompute import Recompute
 from gapo_megatron.openrlhf import unsupported
 from gapo_megatron.openrlhf.arguments import add_arguments, resolve
-from gapo_megatron.openrlhf.engine_config import engine_config
+from gapo_megatron.openrlhf.engine_config import engine_config, reference_settings
 from tests.unit.openrlhf_parser import hierarchize, openrlhf_parser
 
 GAPO = "--policy_loss gapo --algo.advantage.estimator dr_grpo --rollout.n_samples_per_prompt 8"
@@ -185,6 +187,20 @@ def test_recompute_flags_resolve_to_a_configuration(parse, line, expected):
             f"{GAPO} {MEGATRON} --train.colocate_all",
             "is 6 and --vllm.num_engines x --vllm.tensor_parallel_size is 1; make",
         ),
+        (
+            f"{GAPO} {MEGATRON} --algo.kl.init_coef 0.01",
+            "--ref.num_nodes x --ref.num_gpus_per_node = 8 ranks do not hold a reference model split like the actor; use a "
+            "multiple of 1, at most 6, or --algo.kl.init_coef 0",
+        ),
+        (
+            f"{GAPO} {MEGATRON} --algo.kl.init_coef 0.01 --megatron.tensor_model_parallel_size 3 "
+            "--ref.num_gpus_per_node 4",
+            "use a multiple of 3, at most 6",
+        ),
+        (
+            f"{GAPO} {MEGATRON} --algo.kl.init_coef 0.01 --train.colocate_actor_ref --ref.num_gpus_per_node 3",
+            "set --ref.num_nodes 1 and --ref.num_gpus_per_node 6",
+        ),
         (f"{GAPO} {MEGATRON} --actor.model_name_or_path ./no/such/folder", "the configuration cannot be read"),
     ],
 )
@@ -199,8 +215,6 @@ def test_a_model_of_another_family_is_refused(refusal, tmp_path):
 
 UNSUPPORTED_LINES = [
     "--algo.advantage.estimator gae --policy_loss ppo",
-    "--algo.kl.init_coef 0.01",
-    "--algo.kl.use_loss",
     "--reward.model_name_or_path rm",
     "--reward.remote_url=",
     "--vllm.num_engines 0",
@@ -208,6 +222,7 @@ UNSUPPORTED_LINES = [
     "--ds.ring_attn_size 2",
     "--ds.zero_stage 3",
     "--ds.zpg 8",
+    "--ref.offload",
     "--ds.adam_offload",
     "--ds.deepcompile",
     "--ds.use_universal_ckpt",
@@ -222,8 +237,7 @@ UNSUPPORTED_LINES = [
     "--train.enable_ema",
     "--actor.optim muon",
     "--actor.aux_loss_coef 0.01",
-    "--actor.entropy_coef 0.01",
-    "--train.dynamic_batch_enable",
+    "--rollout.max_tokens_per_gpu 512",
     "--train.async_enable",
     "--train.partial_rollout_enable",
     "--vllm.sync_with_ray",
@@ -242,8 +256,47 @@ def test_openrlhfs_own_actor_still_takes_every_option_that_megatron_does_not(par
     assert parse(line.replace(" --policy_loss ppo", "")).megatron_layout is None
 
 
-def test_zero_entropy_coefficient_only_turns_logging_on(parse):
-    assert parse(f"{GAPO} {MEGATRON} --actor.entropy_coef 0").megatron_layout is not None
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", Objective(PolicyLossConfig())),
+        ("--actor.entropy_coef 0", Objective(PolicyLossConfig())),
+        ("--actor.entropy_coef 1e-3", Objective(PolicyLossConfig(), entropy_coef=1e-3)),
+        ("--algo.kl.use_loss", Objective(PolicyLossConfig())),  # without a reference model there is nothing to add
+        (
+            "--algo.kl.use_loss --algo.kl.init_coef 0.02 --algo.kl.estimator k3 --ref.num_gpus_per_node 6",
+            Objective(PolicyLossConfig(), KLConfig("k3"), 0.02),
+        ),
+        (
+            "--algo.kl.use_loss --algo.kl.init_coef 0.02 --algo.kl.unbiased_gradient --ref.num_gpus_per_node 6",
+            Objective(PolicyLossConfig(), KLConfig("k1", True), 0.02),
+        ),
+        # In the reward: the actor's loss has no such term.
+        ("--algo.kl.init_coef 0.02 --ref.num_gpus_per_node 6", Objective(PolicyLossConfig(), None, 0.02)),
+    ],
+)
+def test_kl_and_entropy_flags_resolve_to_the_objective(parse, line, expected):
+    assert engine_config(parse(f"{GAPO} {MEGATRON} {line}"), max_steps=1).objective == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 6])
+def test_a_reference_model_is_split_like_the_actor_over_its_own_ranks(parse, ranks):
+    flags = "--megatron.pipeline_model_parallel_size 2 --algo.kl.init_coef 0.01 --ref.num_gpus_per_node"
+    args = parse(f"{GAPO} {MEGATRON} {flags} {ranks}")
+    layout = reference_settings(args).layout
+    assert layout.world_size == ranks and layout.ranks_per_data_shard == args.megatron_layout.ranks_per_data_shard == 2
+
+
+def test_there_is_no_reference_model_without_a_kl_coefficient_or_megatron(parse):
+    assert parse(f"{GAPO} {MEGATRON}").reference_layout is None
+    assert parse(f"{GAPO} --algo.kl.init_coef 0.01").reference_layout is None
+
+
+def test_dynamic_batching_is_openrlhfs_with_deepspeed_and_ours_with_megatron(parse):
+    args = parse(f"{GAPO} --train.dynamic_batch_enable")
+    assert args.train.dynamic_batch_enable and not args.balance_ranks
+    args = parse(f"{GAPO} {MEGATRON} --train.dynamic_batch_enable --rollout.max_tokens_per_gpu 16192")
+    assert args.balance_ranks and not args.train.dynamic_batch_enable
 
 
 @pytest.fixture(params=["jsonl", "json", "parquet", "folder"])
