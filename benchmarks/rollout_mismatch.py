@@ -22,6 +22,8 @@ from types import SimpleNamespace
 import ray
 import torch
 
+from gapo_megatron.demo.one_engine import start_engine
+
 TEXTS = (
     "The capital of France is Paris, and the capital of Italy is Rome.",
     "To add 27 and 35, add the tens and the ones: 20 + 30 = 50 and 7 + 5 = 12, so the sum is 62.",
@@ -58,12 +60,16 @@ def arguments(model: str, output: Path) -> SimpleNamespace:
                 "train.batch_size": 64,
                 "train.max_epochs": 1,
                 "train.seed": 42,
+                "train.colocate_all": False,
+                "ds.enable_sleep": False,
                 "data.disable_fast_tokenizer": False,
                 "ckpt.load_enable": False,
                 "ckpt.path": str(output / "checkpoints"),
                 "ckpt.output_dir": str(output / "model"),
                 "vllm.tensor_parallel_size": 1,
                 "megatron.params_dtype": "bf16",
+                "megatron.recompute_granularity": None,
+                "megatron.recompute_modules": None,
                 "megatron.distributed_timeout_minutes": 5.0,
                 "megatron.sync_bucket_mb": 64,
                 "policy_loss_config": PolicyLossConfig(),
@@ -71,13 +77,6 @@ def arguments(model: str, output: Path) -> SimpleNamespace:
             }
         )
     )
-
-
-def start_engine(model: str):
-    """One vLLM engine of OpenRLHF's own class, which the patches have given weight transfer."""
-    from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
-
-    return create_vllm_engines(1, 1, model, 0, False, False, True, 256, gpu_memory_utilization=0.5)[0]
 
 
 def vllm_log_probs(engine, sequences: list[list[int]]) -> list[torch.Tensor]:

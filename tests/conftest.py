@@ -11,6 +11,19 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu" if not os.path.exists("/dev/nvidia
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+@pytest.fixture(scope="module")
+def private_ray_session(tmp_path_factory):
+    """This process connected to a Ray of its own with 8 schedulable "GPUs"."""
+    import ray
+
+    from gapo_megatron.demo.private_ray import private_ray
+
+    with private_ray(8, 16, tmp_path_factory.mktemp("ray") / "ray.log") as address:
+        ray.init(address=address)
+        yield
+        ray.shutdown()
+
+
 def pytest_collection_modifyitems(items):
     import torch
 

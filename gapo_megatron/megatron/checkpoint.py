@@ -78,6 +78,7 @@ def load(engine: PolicyEngine, folder: str) -> dict[str, Any]:
 
 
 def _state(engine: PolicyEngine, is_loading: bool) -> dict[str, Any]:
+    engine.memory.require("parameters", "optimizer")
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "dp_cp_group": engine.groups.dp_cp,
@@ -110,11 +111,13 @@ def _gather_state(
     """
     group = distributed.data_parallel_group
     state: dict[int, Any] = {}
-    for i, ranges in enumerate(cast(Any, distributed).gbuf_ranges):
-        buffer = distributed.buffers[i]
-        dtype, bucket_ranges = next(iter(ranges.items()))
+    for i, buffer in enumerate(distributed.buffers):
+        ranges: dict = cast(Any, distributed.gbuf_ranges)[i]
+        (dtype, bucket_ranges), *_ = ranges.items()
+        if empty_data:
+            bucket_ranges = []
         whole = {name: torch.zeros(buffer.numel, dtype=torch.float32) for name in ("param", "exp_avg", "exp_avg_sq")}
-        for bucket, bucket_range in zip(buffer.buckets, () if empty_data else bucket_ranges, strict=False):
+        for bucket, bucket_range in zip(buffer.buckets, bucket_ranges, strict=False):
             size = bucket.grad_data.numel() // group.size()
             for name, tensor in whole.items():
                 mine = torch.zeros(size, dtype=torch.float32, device=bucket.grad_data.device)

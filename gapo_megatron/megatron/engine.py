@@ -13,6 +13,7 @@ from gapo_megatron.megatron import runtime
 from gapo_megatron.megatron.batch import Rollout
 from gapo_megatron.megatron.model_engine import ModelEngine, ModelSettings
 from gapo_megatron.megatron.objective import METRICS, Objective, micro_batch_objective, summarize
+from gapo_megatron.megatron.offload import PARTS, DeviceMemory, Part
 from gapo_megatron.megatron.optimizer import OptimizerSettings, build_optimizer
 
 
@@ -46,6 +47,20 @@ class PolicyEngine(ModelEngine):
         self.ddp = [DistributedDataParallel(self.model_config, ddp_config, chunk) for chunk in self.chunks]
         self.model_config.finalize_model_grads_func = finalize_model_grads
         self.optimizer, self.scheduler = build_optimizer(self.ddp, config.optimizer, config.params_dtype)
+        self.memory = DeviceMemory(self.ddp, self.optimizer)
+
+    def offload(self, *parts: Part) -> None:
+        """Give the device memory of `parts` back, of everything when none is named; using them then is a RuntimeError."""
+        self.memory.offload(*parts)
+
+    def reload(self, *parts: Part) -> None:
+        """Undo `offload`; training continues exactly as without it."""
+        self.memory.reload(*parts)
+
+    def log_probs(self, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
+        """See `ModelEngine`; of the weights as they are."""
+        self.memory.require("parameters")
+        return super().log_probs(rollouts)
 
     def train_step(self, rollouts: Sequence[Rollout], kl_coef: float | None = None) -> dict[str, float]:
         """One optimizer step on this data-parallel rank's share of a mini-batch.
@@ -59,6 +74,7 @@ class PolicyEngine(ModelEngine):
         Raises:
             RuntimeError: a gradient that is not finite, with the rank that saw it.
         """
+        self.memory.require(*PARTS)
         gradient_sums = self.compute_gradients(rollouts, kl_coef)
         lr = self.scheduler.get_lr(self.optimizer.param_groups[0])
         updated, grad_norm, _ = cast(tuple, self.optimizer.step())
@@ -69,6 +85,7 @@ class PolicyEngine(ModelEngine):
 
     def compute_gradients(self, rollouts: Sequence[Rollout], kl_coef: float | None = None) -> dict[str, float]:
         """Gradients of the mini-batch's loss into the model's `main_grad` buffers, reduced over all ranks."""
+        self.memory.require("parameters", "gradients")
         for chunk in self.ddp:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()

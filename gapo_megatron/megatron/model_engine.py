@@ -1,7 +1,7 @@
 """One rank of a model: its weights, and log-probs of rollouts. All of a reference model, and the base of the policy."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from gapo_megatron.megatron.groups import Groups
 from gapo_megatron.megatron.layout import ParallelLayout
 from gapo_megatron.megatron.model import PolicyModel
 from gapo_megatron.megatron.pipeline import run_schedule
+from gapo_megatron.megatron.recompute import Recompute
 from gapo_megatron.megatron.transformer_config import transformer_config
 from gapo_megatron.megatron.weights.export import WeightExport
 from gapo_megatron.megatron.weights.hf_folder import HFReader
@@ -30,14 +31,14 @@ class ModelSettings:
         params_dtype: of weights and activations.
         temperature: of the rollouts.
         max_tokens: token budget of one micro-batch.
-        recompute: recompute each layer's activations in the backward pass (`--actor.gradient_checkpointing_enable`).
+        recompute: which activations the backward pass computes again.
     """
 
     layout: ParallelLayout
     params_dtype: torch.dtype = torch.bfloat16
     temperature: float = 1.0
     max_tokens: int = 16384
-    recompute: bool = False
+    recompute: Recompute = field(default_factory=Recompute)
 
 
 class ModelEngine:

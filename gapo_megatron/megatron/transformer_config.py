@@ -9,10 +9,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from gapo_megatron.megatron import runtime
 from gapo_megatron.megatron.families import attention_bias, family_of, head_dim, normalize_topk
 from gapo_megatron.megatron.layout import ParallelLayout, expert_channels, num_experts
+from gapo_megatron.megatron.recompute import Recompute
 
 
 def transformer_config(
-    hf_config: Any, layout: ParallelLayout, params_dtype: torch.dtype, recompute: bool = False
+    hf_config: Any, layout: ParallelLayout, params_dtype: torch.dtype, recompute: Recompute | None = None
 ) -> TransformerConfig:
     """The `TransformerConfig` of one rank of `layout`.
 
@@ -21,7 +22,7 @@ def transformer_config(
     divides once (`finalize_model_grads`), so that gradients do not depend on how a batch was cut.
 
     Args:
-        recompute: recompute every layer's activations in the backward pass.
+        recompute: which activations the backward pass computes again; None keeps all.
 
     Raises:
         ValueError: see `family_of` and `ParallelLayout.check_model`.
@@ -65,9 +66,7 @@ def transformer_config(
         calculate_per_token_loss=True,
         # The interleaved schedule frees what it is still sending: NCCL's streams order that, gloo would send freed memory.
         deallocate_pipeline_outputs=layout.virtual_pipeline_model_parallel_size == 1 or runtime.backend() == "nccl",
-        recompute_granularity="full" if recompute else None,
-        recompute_method="uniform" if recompute else None,
-        recompute_num_layers=1 if recompute else None,
+        **(recompute or Recompute()).megatron_arguments(),
         # Weights always come from a Hugging Face folder, so none are drawn here.
         perform_initialization=False,
         use_cpu_initialization=runtime.device().type == "cpu",

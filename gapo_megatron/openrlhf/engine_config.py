@@ -9,6 +9,7 @@ from gapo_megatron.megatron.engine import EngineConfig
 from gapo_megatron.megatron.model_engine import ModelSettings
 from gapo_megatron.megatron.objective import Objective
 from gapo_megatron.megatron.optimizer import OptimizerSettings
+from gapo_megatron.megatron.recompute import Recompute
 
 
 def engine_config(args: Any, max_steps: int) -> EngineConfig:
@@ -24,7 +25,7 @@ def engine_config(args: Any, max_steps: int) -> EngineConfig:
     return EngineConfig(
         layout=args.megatron_layout,
         **_common(args),
-        recompute=args.actor.gradient_checkpointing_enable,
+        recompute=_recompute(args),
         objective=_objective(args),
         optimizer=OptimizerSettings(
             lr=args.actor.adam.lr,
@@ -62,3 +63,22 @@ def _objective(args: Any) -> Objective:
         kl_coef=kl.init_coef,
         entropy_coef=args.actor.entropy_coef or 0.0,
     )
+
+
+def _recompute(args: Any) -> Recompute:
+    """`--actor.gradient_checkpointing_enable` is OpenRLHF's name for full recompute."""
+    granularity, modules = args.megatron.recompute_granularity, args.megatron.recompute_modules
+    if args.actor.gradient_checkpointing_enable:
+        if granularity == "selective":
+            raise ValueError(
+                "--actor.gradient_checkpointing_enable recomputes whole layers, --megatron.recompute_granularity selective "
+                "parts of them; leave one out"
+            )
+        granularity = "full"
+    if modules is None:
+        return Recompute(granularity)
+    if granularity != "selective":
+        raise ValueError(
+            "--megatron.recompute_modules names parts of a layer; add --megatron.recompute_granularity selective"
+        )
+    return Recompute(granularity, tuple(modules))

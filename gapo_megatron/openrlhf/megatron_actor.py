@@ -4,6 +4,7 @@ import os
 import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from openrlhf.trainer.ppo_utils.experience import Experience
 from openrlhf.utils import get_tokenizer
@@ -15,15 +16,17 @@ from gapo_megatron.megatron.weights import hf_folder
 from gapo_megatron.openrlhf.engine_config import engine_config
 from gapo_megatron.openrlhf.megatron_model_actor import MegatronModelActor
 from gapo_megatron.openrlhf.rollouts import rollouts_of_experience
+from gapo_megatron.openrlhf.sleep import SleepMixin
 from gapo_megatron.openrlhf.status import Status
-from gapo_megatron.sync.megatron_source import MegatronSource
+from gapo_megatron.sync.backend import transfer_backend
+from gapo_megatron.sync.megatron_source import megatron_source
 from gapo_megatron.sync.weight_sync import WeightSync
 
 HF_SHARD_BYTES = 4 << 30
 
 
-class MegatronPolicyActor(MegatronModelActor):
-    """One rank of the policy. Its `forward` gives log pi_old, in the packs that training will meet."""
+class MegatronPolicyActor(SleepMixin, MegatronModelActor):
+    """One rank of the policy."""
 
     engine: PolicyEngine
 
@@ -44,16 +47,25 @@ class MegatronPolicyActor(MegatronModelActor):
             self.checkpoint_states = checkpoint.load(self.engine, self.checkpoint_folder)
         self.weight_version = self.checkpoint_states.get("weight_version", 0)
         self.sync = self._join_vllm(vllm_engines) if vllm_engines else None
+        if self.args.ds.enable_sleep:
+            self.offload_states()
 
     def _join_vllm(self, vllm_engines: list) -> WeightSync:
+        backend = transfer_backend(self.args.train.colocate_all)
         return WeightSync(
-            source=MegatronSource(self.engine.weights),
+            source=megatron_source(self.engine.weights, backend),
             engines=vllm_engines,
             rank=dist.get_rank(),
             workers_per_engine=self.args.vllm.tensor_parallel_size,
             bucket_mb=self.args.megatron.sync_bucket_mb,
             timeout_seconds=60 * self.args.megatron.distributed_timeout_minutes,
+            backend=backend,
         )
+
+    def forward(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        """log pi_old of the rollouts, in the packs that training will meet; see `MegatronModelActor.forward`."""
+        with self.awake("parameters"):
+            return super().forward(*args, **kwargs)
 
     def append(self, experience: Experience) -> None:
         """Keep a batch of experience for the next `fit`."""
@@ -81,7 +93,8 @@ class MegatronPolicyActor(MegatronModelActor):
         """Send the weights to every vLLM engine under the next version number."""
         assert self.sync is not None
         self.weight_version += 1
-        self.sync.send(self.weight_version)
+        with self.awake("parameters"):
+            self.sync.send(self.weight_version)
 
     def save_model(self) -> None:
         """Write `--ckpt.output_dir` as a Hugging Face folder."""
@@ -91,16 +104,18 @@ class MegatronPolicyActor(MegatronModelActor):
         """Write a whole checkpoint of weights, optimizer and schedule, and a Hugging Face folder if asked to."""
         if not self.args.ckpt.disable_ds:
             states = {**(client_states or {}), "weight_version": self.weight_version}
-            checkpoint.save(self.engine, self.checkpoint_folder, tag, states, self.args.ckpt.max_num)
+            with self.awake("parameters", "optimizer"):
+                checkpoint.save(self.engine, self.checkpoint_folder, tag, states, self.args.ckpt.max_num)
         if self.args.ckpt.save_hf:
             self._save_hf(os.path.join(self.args.ckpt.path, f"{tag}_hf"))
 
     def _save_hf(self, folder: str) -> None:
-        if dist.get_rank() == 0:
-            hf_folder.write(folder, self.engine.weights, self.engine.hf_config, self.tokenizer, HF_SHARD_BYTES)
-        else:
-            for _ in self.engine.weights:
-                pass
+        with self.awake("parameters"):
+            if dist.get_rank() == 0:
+                hf_folder.write(folder, self.engine.weights, self.engine.hf_config, self.tokenizer, HF_SHARD_BYTES)
+            else:
+                for _ in self.engine.weights:
+                    pass
         dist.barrier()
 
     def get_checkpoint_states(self) -> dict[str, Any]:

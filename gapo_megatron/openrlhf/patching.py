@@ -20,6 +20,8 @@ from gapo_megatron.openrlhf import unified_diff
 VERSION = "0.11.2"
 PACKAGE = "openrlhf"
 
+Patches = list[dict[str, list[unified_diff.Hunk]]]  # of each patch: file name -> its hunks
+
 
 class PatchError(ValueError):
     """Why nothing was touched, and what to do, in one sentence."""
@@ -147,10 +149,11 @@ def known_hashes() -> dict[str, dict[str, str]]:
 
 def compute_hashes(root: Path) -> dict[str, dict[str, str]]:
     """What `hashes.json` must say for the patches as they are, given the released files under `root`."""
-    result = {}
-    for name in sorted({name for files in _patches() for name in files}):
+    result, patches = {}, _patches()
+    for name in sorted({name for files in patches for name in files}):
         released = (root / name).read_bytes()
-        result[name] = {"pristine": _sha256(released), "patched": _sha256(_rewrite(name, released, "patched"))}
+        patched = _rewrite(name, released, "patched", patches)
+        result[name] = {"pristine": _sha256(released), "patched": _sha256(patched)}
     return result
 
 
@@ -158,18 +161,18 @@ def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _patches() -> list[dict[str, list[unified_diff.Hunk]]]:
+def _patches() -> Patches:
     """Hunks by file of every patch, in the order of application."""
     return [unified_diff.parse(path.read_text(encoding="utf-8")) for path in sorted(patch_folder().glob("*.patch"))]
 
 
-def _rewrite(name: str, data: bytes, goal: str) -> bytes:
-    """A file with all patches put on ("patched"), or taken off ("pristine")."""
-    patches = [files[name] for files in _patches() if name in files]
+def _rewrite(name: str, data: bytes, goal: str, patches: Patches) -> bytes:
+    """A file with all `patches` put on ("patched"), or taken off ("pristine")."""
+    series = [files[name] for files in patches if name in files]
     if goal == "pristine":
-        patches = [unified_diff.reverse(hunks) for hunks in reversed(patches)]
+        series = [unified_diff.reverse(hunks) for hunks in reversed(series)]
     text = data.decode()
-    for hunks in patches:
+    for hunks in series:
         try:
             text = unified_diff.apply(text, hunks)
         except ValueError as error:
@@ -179,14 +182,14 @@ def _rewrite(name: str, data: bytes, goal: str) -> bytes:
 
 def _transform(installation: Installation, goal: str) -> int:
     """Bring every file to `goal` and return how many changed. All new texts are verified before the first is written."""
-    known = known_hashes()
+    known, patches = known_hashes(), _patches()
     changes: dict[Path, tuple[bytes, bytes]] = {}
     for name, state in states(installation).items():
         if state == goal:
             continue
         path = installation.root / name
         old = path.read_bytes()
-        new = _rewrite(name, old, goal)
+        new = _rewrite(name, old, goal, patches)
         if _sha256(new) != known[name][goal]:
             raise PatchError(f"{name} would not become the {goal} file; install gapo_megatron again")
         changes[path] = (old, new)

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+from gapo_megatron.openrlhf.colocation import engine_shares_device
+from gapo_megatron.sync.backend import transfer_backend
+
 VERSION_KEY = "weight_version"
 
 
@@ -85,14 +88,14 @@ def engine_kwargs(actor_kwargs: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: sleep mode without CUDA.
     """
+    kwargs = {**actor_kwargs, "weight_transfer_config": {"backend": transfer_backend(engine_shares_device())}}
     if torch.cuda.is_available():
-        return {**actor_kwargs, "weight_transfer_config": {"backend": "nccl"}}
+        return kwargs
     if actor_kwargs.get("enable_sleep_mode"):
         raise ValueError("--vllm.enable_sleep needs CUDA: there is no device memory to give back; leave it out")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     # vLLM's default leaves cores to a serving front end; rollouts want them all.
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", threads_bind(actor_kwargs.get("tensor_parallel_size", 1)))
-    kwargs = {**actor_kwargs, "weight_transfer_config": {"backend": "gloo"}}
     # On the CPU it is a share of the machine's memory, checked against what is free; VLLM_CPU_KVCACHE_SPACE decides.
     kwargs.pop("gpu_memory_utilization", None)
     return kwargs

@@ -5,15 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-import torch
 from ray.exceptions import RayError
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightSource
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 from gapo_megatron.sync import plugin
-from gapo_megatron.sync.gloo_engine import GlooTrainerInitInfo
-
-BACKENDS = ("gloo", "nccl")
+from gapo_megatron.sync.backend import BACKENDS, Backend, transfer_backend
+from gapo_megatron.sync.gloo_engine import GlooTrainerInitInfo, num_bytes
 
 
 class RayEngines:
@@ -29,9 +27,11 @@ class RayEngines:
         self.version = 0
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Have each engine's workers join, at their own ranks of the group."""
-        first = init_info["rank_offset"]
-        infos = [{**init_info, "rank_offset": first + i * self.workers_per_engine} for i in range(len(self.handles))]
+        """Have each engine's workers join, at their own ranks of the group where there is one (CUDA IPC has none)."""
+        infos = [dict(init_info) for _ in self.handles]
+        if "rank_offset" in init_info:
+            for i, info in enumerate(infos):
+                info["rank_offset"] += i * self.workers_per_engine
         self._wait(
             "init_weight_transfer_engine",
             [h.init_weight_transfer_engine.remote(info) for h, info in zip(self.handles, infos, strict=True)],
@@ -68,17 +68,18 @@ class WeightSync:
     """Weight transfer of one trainer. Constructed, and `send` called, on every trainer rank in lockstep.
 
     Args:
-        source: of full, Hugging Face-named tensors; real ones on rank 0.
+        source: of full, Hugging Face-named tensors; real ones on rank 0, with "ipc" on every rank.
         engines: Ray handles of the vLLM engines.
         rank: of this trainer process; 0 sends.
         workers_per_engine: vLLM's tensor-parallel size.
         bucket_mb: bytes in flight at one time, in MiB.
         timeout_seconds: after which anything that has not answered is an error.
-        backend: "nccl" or "gloo", the one that the engines were started with (`rollout.engine_kwargs`); None asks CUDA.
+        backend: the one that the engines were started with (`rollout.engine_kwargs`); None for engines on devices of
+            their own.
 
     After a failed `send` no engine serves until a whole one lands. If the group itself broke (a time-out), construct
-    another `WeightSync`: the engines join that one's group instead. With NCCL, which is vLLM's own engine, calls to the
-    engines have the time-out and checksums and the broadcast have none.
+    another `WeightSync`: the engines join that one's group instead. With NCCL and CUDA IPC, which are vLLM's own
+    engines, calls to the vLLM engines have the time-out, the transfer itself has none, and there are no checksums.
 
     Raises:
         ValueError: a backend that is not known.
@@ -93,15 +94,15 @@ class WeightSync:
         workers_per_engine: int = 1,
         bucket_mb: float = 256,
         timeout_seconds: float = 600.0,
-        backend: str | None = None,
+        backend: Backend | None = None,
     ) -> None:
         plugin.register()
-        backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        backend = backend or transfer_backend(shares_device=False)
         if backend not in BACKENDS:
             raise ValueError(f"weight transfer backend {backend!r} is not known; use one of {', '.join(BACKENDS)}")
         self._client = RayEngines(engines, workers_per_engine, timeout_seconds)
         self._engine = WeightTransferTrainerFactory.trainer_init(
-            _init_info(backend, rank, 1 + len(engines) * workers_per_engine, int(bucket_mb * 2**20), timeout_seconds),
+            _init_info(backend, source, rank, 1 + len(engines) * workers_per_engine, bucket_mb, timeout_seconds),
             client=self._client,
             source=source,
         )
@@ -112,8 +113,10 @@ class WeightSync:
         self._engine.send_weights()
 
 
-def _init_info(backend: str, rank: int, world_size: int, bucket_bytes: int, timeout_seconds: float) -> TrainerInitInfo:
-    address = ray.util.get_node_ip_address()
+def _init_info(
+    backend: Backend, source: WeightSource, rank: int, world_size: int, bucket_mb: float, timeout_seconds: float
+) -> TrainerInitInfo:
+    address, bucket_bytes = ray.util.get_node_ip_address(), int(bucket_mb * 2**20)
     if backend == "gloo":
         return GlooTrainerInitInfo(
             rank=rank,
@@ -122,6 +125,12 @@ def _init_info(backend: str, rank: int, world_size: int, bucket_bytes: int, time
             bucket_bytes=bucket_bytes,
             timeout_seconds=timeout_seconds,
         )
+    if backend == "ipc":
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        # One buffer, which does not grow for the largest tensor as the other engines' buckets do.
+        buffer_bytes = max(bucket_bytes, *map(num_bytes, source.metadata()))
+        return IPCTrainerInitInfo(rank=rank, packed=True, packed_buffer_size_bytes=buffer_bytes)
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     return NCCLTrainerInitInfo(

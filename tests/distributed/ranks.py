@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_RANKS = 4
+# Megatron's mixtures of experts leave their process groups behind, and each of gloo's groups holds threads.
+MAX_THREADS = 120
 
 
 class RankPool:
@@ -42,6 +44,8 @@ class RankPool:
                 self.close()
                 raise RuntimeError(f"rank {rank} of {world_size}: {answer[1]}")
             results.append(answer[0])
+        if any(len(os.listdir(f"/proc/{process.pid}/task")) > MAX_THREADS for process, _ in self._workers):
+            self.close()
         return results
 
     def close(self) -> None:

@@ -10,17 +10,18 @@ EPS_LO, EPS_HI_MAX = 3e-3, 5e-3
 
 
 class ReferencePolicy:
-    """A transformers model in fp32 with plain GAPO (eq. 2, 11, 12, 13, token aggregation) and torch's AdamW."""
+    """A transformers model with plain GAPO (eq. 2, 11, 12, 13, token aggregation) and torch's AdamW."""
 
-    def __init__(self, model_path: str, temperature: float = 0.8) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
+    def __init__(self, model_path: str, temperature: float = 0.8, dtype: torch.dtype = torch.float32) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
         # transformers drops the gradient of the padding token's embedding, also where that token ends a real turn.
         self.model.get_input_embeddings().padding_idx = None
         self.temperature = temperature
 
     def distributions(self, tokens: torch.Tensor) -> torch.distributions.Categorical:
         """Of each token but the first: [length - 1]."""
-        return torch.distributions.Categorical(logits=self.model(tokens[None]).logits[0, :-1] / self.temperature)
+        logits = self.model(tokens[None]).logits[0, :-1].float() / self.temperature
+        return torch.distributions.Categorical(logits=logits)
 
     def log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
         """[length - 1]."""

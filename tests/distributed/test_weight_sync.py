@@ -14,35 +14,18 @@ from transformers import AutoModelForCausalLM
 from vllm import SamplingParams
 from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta
 
-from gapo_megatron.demo.private_ray import private_ray
+from gapo_megatron.demo.one_engine import start_engine
 from gapo_megatron.sync import gloo_engine
 from gapo_megatron.sync.weight_sync import WeightSync
 from tests.tiny_models import save_tiny_policy
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("private_ray_session")]
 
 # Longer than vLLM's CPU block of 128 tokens, so that the prefix cache has something to keep.
 PROMPT = [5 + i % 200 for i in range(150)]
 GREEDY = SamplingParams(max_tokens=16, temperature=0.0, logprobs=0, ignore_eos=True)
 SMALL_BUCKET_MB = 1 / 16
 REFUSED = "did not arrive whole; nothing is generated from them"
-
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    with private_ray(8, 16, tmp_path_factory.mktemp("ray") / "ray.log") as address:
-        ray.init(address=address)
-        yield address
-        ray.shutdown()
-
-
-def start(model: str, tensor_parallel_size: int = 1):
-    """A vLLM engine that is up."""
-    from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
-
-    engine = create_vllm_engines(1, tensor_parallel_size, model, 0, False, True, True, 256, gpu_memory_utilization=0.5)[
-        0
-    ]
-    ray.get(engine.weight_version.remote(), timeout=400)
-    return engine
 
 
 def generate(engine) -> tuple[list[int], list[float], int]:
@@ -90,12 +73,12 @@ class Contradicting(ModuleSource):
 
 
 @pytest.mark.parametrize("name, has_lm_head", [("llama-wide-heads", False), ("qwen3", True)])
-def test_engines_generate_exactly_as_one_that_loaded_the_weights_from_a_folder(address, tmp_path, name, has_lm_head):
+def test_engines_generate_exactly_as_one_that_loaded_the_weights_from_a_folder(tmp_path, name, has_lm_head):
     old_folder, new_folder = save_tiny_policy(tmp_path, name), tmp_path / "new"
     new = other_weights(old_folder, new_folder)
     source = ModuleSource(new)
     assert ("lm_head.weight" in [m.name for m in source.metadata()]) == has_lm_head
-    receiver, loaded = start(old_folder), start(str(new_folder))
+    receiver, loaded = (start_engine(f, prefix_caching=True) for f in (old_folder, str(new_folder)))
     old, expected = generate(receiver), generate(loaded)
     assert old[0] != expected[0]
     assert generate(receiver)[2] == 128  # the old weights' keys and values are in the prefix cache
@@ -110,12 +93,12 @@ def test_engines_generate_exactly_as_one_that_loaded_the_weights_from_a_folder(a
 
 
 @pytest.fixture(scope="module")
-def served(address, tmp_path_factory):
+def served(private_ray_session, tmp_path_factory):
     """A running engine, a model with other weights, and what an engine with those generates."""
     folder = tmp_path_factory.mktemp("served")
     old_folder = save_tiny_policy(folder)
     model = other_weights(old_folder, folder / "new")
-    engine = start(old_folder)
+    engine = start_engine(old_folder, prefix_caching=True)
     WeightSync(ModuleSource(model), [engine], rank=0, timeout_seconds=60).send(1)
     return engine, model, generate(engine)[:2]
 
@@ -193,6 +176,6 @@ def test_an_engine_that_dies_half_way_is_an_error_that_says_so_and_frees_the_oth
     assert source.taken == len(source.metadata())
 
 
-def test_an_unknown_backend_is_refused_with_the_choices(address):
-    with pytest.raises(ValueError, match="'mpi' is not known; use one of gloo, nccl"):
+def test_an_unknown_backend_is_refused_with_the_choices():
+    with pytest.raises(ValueError, match="'mpi' is not known; use one of gloo, nccl, ipc"):
         WeightSync(ModuleSource(torch.nn.Linear(1, 1)), [], rank=0, backend="mpi")

@@ -27,6 +27,25 @@ def round_trip(model_path: str, sizes: dict, folder: str, shard_bytes: int) -> N
         assert list(engine.weights) == []
 
 
+def streams(model_path: str) -> tuple[list, list]:
+    """What rank 0's source and the source of every rank yield on this rank of two stages x two replicas."""
+    from gapo_megatron.sync.megatron_source import megatron_source
+
+    layout = ParallelLayout(4, pipeline_model_parallel_size=2)
+    runtime.initialize(layout, timeout_minutes=2)
+    weights = PolicyEngine(model_path, EngineConfig(layout, torch.bfloat16)).weights
+    return tuple([(n, t.clone()) for n, t in megatron_source(weights, backend)] for backend in ("gloo", "ipc"))
+
+
+def test_the_source_for_cuda_ipc_yields_every_tensor_on_every_rank(ranks, tmp_path):
+    results = ranks.run(4, streams, save_tiny_model(tmp_path, "qwen2-untied", torch.bfloat16))
+    expected = results[0][0]
+    assert len(expected) > 40 and all(first == [] for first, _ in results[1:])
+    for _, every in results:
+        assert [n for n, _ in every] == [n for n, _ in expected]
+        assert all(torch.equal(a, b) for (_, a), (_, b) in zip(every, expected, strict=True))
+
+
 def tensors(folder) -> dict[str, torch.Tensor]:
     return {k: t for file in folder.glob("*.safetensors") for k, t in load_file(file).items()}
 

@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM
 from tests.e2e.openrlhf_run import train
 from tests.tiny_models import save_tiny_policy
 
+pytestmark = pytest.mark.slow
+
 GAPO = ("--policy_loss", "gapo", "--eps_hi_max", "5e-3")
 MEGATRON = (
     *("--actor.backend", "megatron", "--actor.num_gpus_per_node", "4"),

@@ -3,20 +3,14 @@
 import pytest
 import ray
 
-from benchmarks.rollout_mismatch import Policy, arguments, difference, start_engine, vllm_log_probs
-from gapo_megatron.demo.private_ray import private_ray
+from benchmarks.rollout_mismatch import Policy, arguments, difference, vllm_log_probs
+from gapo_megatron.demo.one_engine import start_engine
 from tests.tiny_models import save_tiny_policy
 
 
-@pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    with private_ray(4, 8, tmp_path_factory.mktemp("ray") / "ray.log") as address:
-        ray.init(address=address)
-        yield address
-        ray.shutdown()
-
-
-def test_vllm_scores_sequences_as_the_updated_policy_does(address, tmp_path):
+@pytest.mark.slow
+@pytest.mark.usefixtures("private_ray_session")
+def test_vllm_scores_sequences_as_the_updated_policy_does(tmp_path):
     from transformers import AutoTokenizer
 
     model = save_tiny_policy(tmp_path)

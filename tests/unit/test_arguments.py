@@ -13,6 +13,7 @@ from transformers import GPT2Config, LlamaConfig
 from gapo_megatron.loss.config import PolicyLossConfig
 from gapo_megatron.loss.kl import KLConfig
 from gapo_megatron.megatron.objective import Objective
+from gapo_megatron.megatron.recompute import Recompute
 from gapo_megatron.openrlhf import unsupported
 from gapo_megatron.openrlhf.arguments import add_arguments, resolve
 from gapo_megatron.openrlhf.engine_config import engine_config, reference_settings
@@ -135,6 +136,23 @@ def test_a_megatron_block_is_what_openrlhf_takes_for_one_data_shard(parse):
 
 
 @pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("", Recompute()),
+        ("--actor.gradient_checkpointing_enable", Recompute("full")),
+        ("--actor.gradient_checkpointing_enable --megatron.recompute_granularity full", Recompute("full")),
+        ("--megatron.recompute_granularity selective", Recompute("selective", ("core_attn",))),
+        (
+            "--megatron.recompute_granularity selective --megatron.recompute_modules core_attn mlp",
+            Recompute("selective", ("core_attn", "mlp")),
+        ),
+    ],
+)
+def test_recompute_flags_resolve_to_a_configuration(parse, line, expected):
+    assert engine_config(parse(f"{GAPO} {MEGATRON} {line}"), max_steps=1).recompute == expected
+
+
+@pytest.mark.parametrize(
     ("line", "sentence"),
     [
         (GAPO.replace("prompt 8", "prompt 1"), "set --rollout.n_samples_per_prompt to at least 2"),
@@ -154,6 +172,12 @@ def test_a_megatron_block_is_what_openrlhf_takes_for_one_data_shard(parse):
         (f"{GAPO} {MEGATRON} --megatron.tensor_model_parallel_size 4", "cannot be divided into blocks of 4"),
         (f"{GAPO} {MEGATRON} --megatron.tensor_model_parallel_size 2", "use one of 1, 3"),
         (f"{GAPO} {MEGATRON} --megatron.sequence_parallel", "--megatron.sequence_parallel splits"),
+        (f"{GAPO} {MEGATRON} --megatron.recompute_modules mlp", "add --megatron.recompute_granularity selective"),
+        (
+            f"{GAPO} {MEGATRON} --actor.gradient_checkpointing_enable --megatron.recompute_granularity selective",
+            "leave one out",
+        ),
+        ("--megatron.recompute_granularity full", "add --actor.backend megatron"),
         (f"{GAPO} {MEGATRON} --megatron.sync_bucket_mb 0", "--megatron.sync_bucket_mb must be above 0"),
         (
             f"{GAPO} {MEGATRON} --actor.num_gpus_per_node 31 --megatron.pipeline_model_parallel_size 31",
@@ -172,6 +196,10 @@ def test_a_megatron_block_is_what_openrlhf_takes_for_one_data_shard(parse):
         (
             f"{GAPO} {MEGATRON} --algo.kl.init_coef 0.01 --train.colocate_actor_ref --ref.num_gpus_per_node 3",
             "set --ref.num_nodes 1 and --ref.num_gpus_per_node 6",
+        ),
+        (
+            f"{GAPO} {MEGATRON} --train.colocate_all",
+            "is 6 and --vllm.num_engines x --vllm.tensor_parallel_size is 1; make",
         ),
         (f"{GAPO} {MEGATRON} --actor.model_name_or_path ./no/such/folder", "the configuration cannot be read"),
     ],
@@ -212,9 +240,6 @@ UNSUPPORTED_LINES = [
     "--rollout.max_tokens_per_gpu 512",
     "--train.async_enable",
     "--train.partial_rollout_enable",
-    "--train.colocate_all",
-    "--vllm.enable_sleep",
-    "--ds.enable_sleep",
     "--vllm.sync_with_ray",
 ]
 

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from gapo_megatron.megatron import runtime
 from gapo_megatron.megatron.groups import Groups
 from gapo_megatron.megatron.model import PolicyModel
+from gapo_megatron.megatron.offload import require_resident
 from gapo_megatron.megatron.weights.local import local_parameters
 from gapo_megatron.megatron.weights.mapping import Parameter, dimensions, parameters
 
@@ -59,16 +60,26 @@ class WeightExport:
         return self.groups.tp if parameter.expert is None else self.groups.expert_tp
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self.stream(lambda parameter: parameter.detach())
+        for tensors in self.steps():
+            yield from tensors
 
     def stream(self, value: Callable[[torch.nn.Parameter], torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same stream for a value of each parameter shaped like it, such as its gradient."""
+        for tensors in self.steps(value):
+            yield from tensors
+
+    def steps(
+        self, value: Callable[[torch.nn.Parameter], torch.Tensor] = torch.Tensor.detach
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """The stream by parameter, so that other collectives can be put between: on every rank one list for each of
+        `local`, which is empty on all but global rank 0."""
+        require_resident(self._any_parameter())
         for (parameter, target), owner in zip(self.local, self.owners, strict=True):
             merged = None
             if target is not None and self._is_first_replica(parameter):
                 merged = self._merge(parameter, value(target))
             dtype = value(self._any_parameter()).dtype
-            yield from zip(parameter.hf_names, self._to_first_rank(parameter, merged, owner, dtype), strict=False)
+            yield list(zip(parameter.hf_names, self._to_first_rank(parameter, merged, owner, dtype), strict=False))
 
     def _any_parameter(self) -> torch.nn.Parameter:
         return next(target for _, target in self.local if target is not None)

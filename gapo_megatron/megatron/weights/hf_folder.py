@@ -15,8 +15,12 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
+# Pages of a mapped file stay resident until it is closed, so it is opened afresh after this many bytes.
+MAPPED_BYTES = 256 << 20
+
+
 class HFReader:
-    """Reads single tensors of a folder with safetensors files, without ever holding the model.
+    """Reads single tensors of a folder with safetensors files, without ever holding the model: one file is open at a time.
 
     Raises:
         ValueError: the folder has no safetensors file, or not the tensor asked for.
@@ -25,7 +29,7 @@ class HFReader:
     def __init__(self, path: str) -> None:
         self.path = resolve(path)
         self._file_of = self._read_index()
-        self._open: dict[str, Any] = {}
+        self._open_name, self._open_file, self._bytes_read = "", None, 0
 
     def _read_index(self) -> dict[str, str]:
         index = self.path / INDEX
@@ -43,20 +47,23 @@ class HFReader:
         return set(self._file_of)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The full tensor `name`, on the CPU."""
-        return self._file(name).get_tensor(name)
+        """The full tensor `name`, on the CPU; its pages are read when it is used."""
+        tensor = self._file(name).get_tensor(name)
+        self._bytes_read += tensor.nbytes
+        return tensor
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor, from the files' headers."""
-        return {name: tuple(self._file(name).get_slice(name).get_shape()) for name in self._file_of}
+        names = sorted(self._file_of, key=self._file_of.__getitem__)
+        return {name: tuple(self._file(name).get_slice(name).get_shape()) for name in names}
 
     def _file(self, name: str) -> Any:
         if name not in self._file_of:
             raise ValueError(f"--actor.model_name_or_path: {self.path} has no tensor {name}")
         file = self._file_of[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self.path / file, framework="pt")
-        return self._open[file]
+        if file != self._open_name or self._bytes_read > MAPPED_BYTES:
+            self._open_name, self._open_file, self._bytes_read = file, safe_open(self.path / file, framework="pt"), 0
+        return self._open_file
 
 
 def resolve(path: str) -> Path:
