@@ -58,7 +58,7 @@ class PolicyEngine(ModelEngine):
         self.memory.reload(*parts)
 
     def log_probs(self, rollouts: Sequence[Rollout]) -> list[torch.Tensor]:
-        """See `ModelEngine.log_probs`."""
+        """See `ModelEngine`; of the weights as they are."""
         self.memory.require("parameters")
         return super().log_probs(rollouts)
 

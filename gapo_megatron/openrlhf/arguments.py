@@ -1,8 +1,7 @@
 """Our options on OpenRLHF's command line, and what they resolve to."""
 
 import argparse
-import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, get_args
 
 from gapo_megatron.loss.config import Aggregation, ClipSchedule, ImportanceLevel, PolicyLossConfig
@@ -10,6 +9,7 @@ from gapo_megatron.megatron.layout import ParallelLayout
 from gapo_megatron.megatron.recompute import Granularity, Module
 from gapo_megatron.openrlhf import colocation, patching, unsupported
 from gapo_megatron.openrlhf.dataset import check_columns
+from gapo_megatron.openrlhf.layouts import actor_layout, reference_layout
 
 LOSS_FLAGS = ("eps_lo", "eps_hi_max", "importance_level", "clip_schedule", "correct_threshold")
 MEGATRON_DEFAULTS: dict[str, Any] = {
@@ -185,7 +185,7 @@ def resolve(args: Any, parser: argparse.ArgumentParser) -> None:
         patching.require_version(patching.find_installation())
         args.policy_loss_config = _policy_loss_config(args)
         args.megatron_layout = _megatron_layout(args)
-        args.reference_layout = _reference_layout(args)
+        args.reference_layout = reference_layout(args)
         if args.policy_loss_config is not None:
             check_columns(args)
         if args.megatron_layout is not None:
@@ -275,64 +275,7 @@ def _megatron_layout(args: Any) -> ParallelLayout | None:
     for name in ("distributed_timeout_minutes", "sync_bucket_mb"):
         if not getattr(args.megatron, name) > 0:
             raise ValueError(f"--megatron.{name} must be above 0, not {getattr(args.megatron, name)}")
-    layout = ParallelLayout(
-        world_size=args.actor.num_nodes * args.actor.num_gpus_per_node,
-        **{
-            field.name: getattr(args.megatron, field.name)
-            for field in fields(ParallelLayout)
-            if field.name != "world_size"
-        },
-    )
-    _check_model(args.actor.model_name_or_path, layout)
-    return layout
-
-
-def _reference_layout(args: Any) -> ParallelLayout | None:
-    """The actor's layout over the reference model's ranks, or None where there is no reference model on Megatron."""
-    layout = args.megatron_layout
-    if layout is None or args.algo.kl.init_coef <= 0:
-        return None
-    ref, actor = args.ref, args.actor
-    same = (ref.num_nodes, ref.num_gpus_per_node) == (actor.num_nodes, actor.num_gpus_per_node)
-    if args.train.colocate_actor_ref and not same:
-        raise ValueError(
-            "--train.colocate_actor_ref puts the reference model on the actor's GPUs; set --ref.num_nodes "
-            f"{actor.num_nodes} and --ref.num_gpus_per_node {actor.num_gpus_per_node}"
-        )
-    ranks = ref.num_nodes * ref.num_gpus_per_node
-    block = math.lcm(
-        layout.ranks_per_data_shard,
-        layout.tensor_model_parallel_size * layout.pipeline_model_parallel_size * layout.expert_model_parallel_size,
-    )
-    # With more data shards than the actor there could be fewer batches than shards.
-    if ranks % block or not 0 < ranks <= layout.world_size:
-        raise ValueError(
-            f"--ref.num_nodes x --ref.num_gpus_per_node = {ranks} ranks do not hold a reference model split like the "
-            f"actor; use a multiple of {block}, at most {layout.world_size}, or --algo.kl.init_coef 0 (the paper's) "
-            "for no reference model"
-        )
-    return replace(layout, world_size=ranks)
-
-
-def _check_model(model: str | None, layout: ParallelLayout) -> None:
-    from transformers import AutoConfig
-
-    from gapo_megatron.megatron.families import family_of
-
-    if model is None:
-        raise ValueError(
-            "--actor.model_name_or_path is missing; give a Hugging Face folder, or a name on the model hub"
-        )
-    try:
-        hf_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().split("\n")[0]
-        raise ValueError(
-            f"--actor.model_name_or_path {model}: the configuration cannot be read ({reason}); give a folder or hub name "
-            "of a model in a supported family"
-        ) from error
-    family_of(hf_config)
-    layout.check_model(hf_config)
+    return actor_layout(args)
 
 
 def _first(*values: Any) -> Any:

@@ -41,25 +41,6 @@ def engine_config(args: Any, max_steps: int) -> EngineConfig:
     )
 
 
-def _recompute(args: Any) -> Recompute:
-    """`--actor.gradient_checkpointing_enable` is OpenRLHF's name for full recompute."""
-    granularity, modules = args.megatron.recompute_granularity, args.megatron.recompute_modules
-    if args.actor.gradient_checkpointing_enable:
-        if granularity == "selective":
-            raise ValueError(
-                "--actor.gradient_checkpointing_enable recomputes whole layers, --megatron.recompute_granularity selective "
-                "parts of them; leave one out"
-            )
-        granularity = "full"
-    if modules is None:
-        return Recompute(granularity)
-    if granularity != "selective":
-        raise ValueError(
-            "--megatron.recompute_modules names parts of a layer; add --megatron.recompute_granularity selective"
-        )
-    return Recompute(granularity, tuple(modules))
-
-
 def reference_settings(args: Any) -> ModelSettings:
     """The reference model's settings: the policy's kernels, packs and temperature, on ranks of its own."""
     return ModelSettings(layout=args.reference_layout, **_common(args))
@@ -82,3 +63,22 @@ def _objective(args: Any) -> Objective:
         kl_coef=kl.init_coef,
         entropy_coef=args.actor.entropy_coef or 0.0,
     )
+
+
+def _recompute(args: Any) -> Recompute:
+    """`--actor.gradient_checkpointing_enable` is OpenRLHF's name for full recompute."""
+    granularity, modules = args.megatron.recompute_granularity, args.megatron.recompute_modules
+    if args.actor.gradient_checkpointing_enable:
+        if granularity == "selective":
+            raise ValueError(
+                "--actor.gradient_checkpointing_enable recomputes whole layers, --megatron.recompute_granularity selective "
+                "parts of them; leave one out"
+            )
+        granularity = "full"
+    if modules is None:
+        return Recompute(granularity)
+    if granularity != "selective":
+        raise ValueError(
+            "--megatron.recompute_modules names parts of a layer; add --megatron.recompute_granularity selective"
+        )
+    return Recompute(granularity, tuple(modules))

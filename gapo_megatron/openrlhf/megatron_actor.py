@@ -26,7 +26,7 @@ HF_SHARD_BYTES = 4 << 30
 
 
 class MegatronPolicyActor(SleepMixin, MegatronModelActor):
-    """One rank of the policy. Its `forward` gives log pi_old, in the packs that training will meet."""
+    """One rank of the policy."""
 
     engine: PolicyEngine
 
@@ -63,7 +63,7 @@ class MegatronPolicyActor(SleepMixin, MegatronModelActor):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-        """See `MegatronModelActor.forward`."""
+        """log pi_old of the rollouts, in the packs that training will meet; see `MegatronModelActor.forward`."""
         with self.awake("parameters"):
             return super().forward(*args, **kwargs)
 

@@ -20,9 +20,8 @@ class ReferencePolicy:
 
     def distributions(self, tokens: torch.Tensor) -> torch.distributions.Categorical:
         """Of each token but the first: [length - 1]."""
-        return torch.distributions.Categorical(
-            logits=self.model(tokens[None]).logits[0, :-1].float() / self.temperature
-        )
+        logits = self.model(tokens[None]).logits[0, :-1].float() / self.temperature
+        return torch.distributions.Categorical(logits=logits)
 
     def log_probs(self, tokens: torch.Tensor) -> torch.Tensor:
         """[length - 1]."""

@@ -54,11 +54,13 @@ def test_a_reference_model_an_entropy_term_and_dynamic_batching_with_a_megatron_
         *("--algo.kl.init_coef", "0.1", "--algo.kl.use_loss", "--algo.kl.estimator", "k3"),
         *("--train.colocate_actor_ref", "--ref.num_gpus_per_node", "2"),
         *("--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "128"),
+        *("--train.batch_size", "32"),  # one optimizer step a batch
     )
     first, second = train(tmp_path, model, *GAPO, *flags, num_gpus=3)["metrics"]
     assert first["log_s/noise_floor_max"] == second["log_s/noise_floor_max"] == 0
-    # Averages of two optimizer steps: before the first one the policy is its reference, then it moves away.
-    assert 0 < first["kl"] < second["kl"]
+    # The reference has met the same packs: before its first update the policy is exactly the reference.
+    assert first["kl"] == first["logprobs_diff"] == 0 and first["optimizer_steps"] == 1
+    assert second["kl"] > 0 and second["logprobs_diff"] != 0
     assert first["entropy"] > 0 and first["actor_grad_norm"] > 0
 
 

@@ -184,10 +184,6 @@ def test_recompute_flags_resolve_to_a_configuration(parse, line, expected):
             "use at most 30",
         ),
         (
-            f"{GAPO} {MEGATRON} --train.colocate_all",
-            "is 6 and --vllm.num_engines x --vllm.tensor_parallel_size is 1; make",
-        ),
-        (
             f"{GAPO} {MEGATRON} --algo.kl.init_coef 0.01",
             "--ref.num_nodes x --ref.num_gpus_per_node = 8 ranks do not hold a reference model split like the actor; use a "
             "multiple of 1, at most 6, or --algo.kl.init_coef 0",
@@ -200,6 +196,10 @@ def test_recompute_flags_resolve_to_a_configuration(parse, line, expected):
         (
             f"{GAPO} {MEGATRON} --algo.kl.init_coef 0.01 --train.colocate_actor_ref --ref.num_gpus_per_node 3",
             "set --ref.num_nodes 1 and --ref.num_gpus_per_node 6",
+        ),
+        (
+            f"{GAPO} {MEGATRON} --train.colocate_all",
+            "is 6 and --vllm.num_engines x --vllm.tensor_parallel_size is 1; make",
         ),
         (f"{GAPO} {MEGATRON} --actor.model_name_or_path ./no/such/folder", "the configuration cannot be read"),
     ],

@@ -219,7 +219,9 @@ def test_without_our_flags_the_patched_command_trains_with_the_same_arguments(si
     theirs = arguments_of_command(site_packages, *flags, *fixed)
     gapo_patch("apply", site_packages, capsys)
     ours = arguments_of_command(site_packages, *flags, *fixed)
-    assert ours.pop("policy_loss_config") is None and ours.pop("megatron_layout") is None
+    for name in ("policy_loss_config", "megatron_layout", "reference_layout"):
+        assert ours.pop(name) is None
+    assert ours.pop("balance_ranks") is False
     assert ours["actor"].pop("backend") == "deepspeed" and ours.pop("megatron")
     for flag in ("eps_lo", "eps_hi_max", "importance_level", "clip_schedule", "correct_threshold"):
         assert ours.pop(flag) is None
