@@ -32,7 +32,7 @@ def loss(log_probs, entropy, upstream, entropy_coef: float):
     return total + entropy_coef * (entropy * upstream[1]).sum() if entropy_coef else total
 
 
-def fused(chunk_tokens: int, entropy_coef: float):
+def fused(tile: tuple[int, int], entropy_coef: float):
     """Log-probs, entropies, gradients of hidden (summed over ranks) and of this rank's rows of the weight."""
     world = int(os.environ["WORLD_SIZE"])
     runtime.initialize(ParallelLayout(world, tensor_model_parallel_size=world), timeout_minutes=1)
@@ -41,24 +41,24 @@ def fused(chunk_tokens: int, entropy_coef: float):
     padding = torch.full((rows * world - VOCAB, HIDDEN), 1e3, dtype=torch.float64)  # must take no part
     shard = torch.cat((weight, padding))[dist.get_rank() * rows :][:rows].clone().requires_grad_()
     hidden.requires_grad_()
-    log_probs, entropy = vocab_parallel_log_probs(
-        hidden, shard, labels, VOCAB, dist.group.WORLD, TEMPERATURE, chunk_tokens
-    )
+    log_probs, entropy = vocab_parallel_log_probs(hidden, shard, labels, VOCAB, dist.group.WORLD, TEMPERATURE, tile)
     loss(log_probs, entropy, upstream, entropy_coef).backward()
     dist.all_reduce(hidden.grad)
     return log_probs.detach(), entropy.detach(), hidden.grad, shard.grad
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize(("chunk_tokens", "entropy_coef"), [(8, 0.0), (1000, 0.0), (8, 0.5), (1000, -0.5)])
-def test_values_and_gradients_equal_those_of_full_logits(ranks, world_size, chunk_tokens, entropy_coef):
+@pytest.mark.parametrize(
+    ("tile", "entropy_coef"), [((8, 16), 0.0), ((1000, 1000), 0.0), ((8, 16), 0.5), ((1000, 1000), -0.5)]
+)
+def test_values_and_gradients_equal_those_of_full_logits(ranks, world_size, tile, entropy_coef):
     hidden, weight, labels, upstream = (t.requires_grad_() if i < 2 else t for i, t in enumerate(problem()))
     full = (hidden @ weight.t() / TEMPERATURE).log_softmax(-1)
     log_probs = full.gather(1, labels[:, None]).squeeze(1)
     entropy = -(full.exp() * full).sum(-1)
     loss(log_probs, entropy, upstream, entropy_coef).backward()
 
-    results = ranks.run(world_size, fused, chunk_tokens, entropy_coef)
+    results = ranks.run(world_size, fused, tile, entropy_coef)
     for actual_log_probs, actual_entropy, grad_hidden, _ in results:
         torch.testing.assert_close(actual_log_probs, log_probs.detach(), rtol=0, atol=1e-10)
         torch.testing.assert_close(actual_entropy, entropy.detach(), rtol=0, atol=1e-10)
