@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 from gapo_megatron.megatron.layout import ParallelLayout
 
@@ -86,6 +87,9 @@ def install_cpu_shim() -> None:
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved"):
         setattr(torch.cuda, name, lambda *args, **kwargs: 0)
 
+    # `with torch.device("meta")` knows the factories by identity and collects them on first use: let it be before they are
+    # wrapped. Otherwise transformers builds real tensors there, and leaves rotary frequencies uninitialized.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
 
